@@ -1,0 +1,1 @@
+"""Prompts in, training batches out."""

@@ -1,0 +1,88 @@
+"""What the loop expects of the adapters. Every method is called by all trainer ranks in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_ppo.data.batch import TrainBatch
+from megatron_ppo.protocol.trajectory import PromptGroup
+from megatron_ppo.protocol.weights import TensorMeta
+
+Metrics = Mapping[str, float]
+
+
+class Policy(Protocol):
+    """The trained model. Results are the same on every rank."""
+
+    def logprobs(self, batch: TrainBatch) -> Tensor:
+        """float32 [B, T] nats with the current weights, at the sampling temperature; 0 outside the response mask."""
+        ...
+
+    def reference_logprobs(self, batch: TrainBatch) -> Tensor:
+        """The same with the frozen initial weights."""
+        ...
+
+    def update(self, minibatches: Sequence[TrainBatch]) -> Metrics:
+        """One optimizer step per minibatch, then one scheduler tick. Metrics are means over the minibatches.
+
+        Raises: NonFiniteError, with the offending ordinals, before the optimizer step is applied.
+        """
+        ...
+
+
+class Critic(Protocol):
+    """The value model. Results are the same on every rank."""
+
+    def values(self, batch: TrainBatch) -> Tensor:
+        """float32 [B, T] reward units; V of the state before token j; 0 outside the response mask."""
+        ...
+
+    def update(self, minibatches: Sequence[TrainBatch]) -> Metrics:
+        """As Policy.update."""
+        ...
+
+
+class WeightSource(Protocol):
+    """The sender's side of a refit: full tensors in the Hugging Face layout and order."""
+
+    def weight_metadata(self) -> tuple[TensorMeta, ...]:
+        """Names, shapes and dtypes in the order of `full_weights`; the same on every rank."""
+        ...
+
+    def full_weights(self) -> Iterator[Tensor]:
+        """Collective over all ranks: gathers one tensor at a time. Only rank 0 may read what it yields."""
+        ...
+
+
+class GroupSource(Protocol):
+    """The learner's side of the replay buffer."""
+
+    def take(self, *, target_step: int) -> list[PromptGroup]:
+        """The N groups of `target_step`, first in first out, the same on every rank; waits for them.
+
+        Raises: PartDiedError or WaitTimeoutError with the cause.
+        """
+        ...
+
+    def open(self, *, step: int, frontier: int) -> None:
+        """Announce the learner's step and let the collector reserve targets up to `frontier`."""
+        ...
+
+
+class Refit(Protocol):
+    """Makes the inference weights equal the policy's, under a new version."""
+
+    def push(self, *, version: int) -> Metrics:
+        """Returns when every engine serves `version`. Raises: RefitError."""
+        ...
+
+
+class Validator(Protocol):
+    """Scores the current inference weights on held-out prompts."""
+
+    def run(self, *, step: int) -> Metrics:
+        """`validation/...` metrics, the same on every rank."""
+        ...

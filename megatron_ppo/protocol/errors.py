@@ -1,0 +1,49 @@
+"""Errors that cross a part's border. Each message names the key or part, the value seen and the value allowed."""
+
+
+class MegatronPPOError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigError(MegatronPPOError):
+    """Bad input, found before any worker, engine or process group has started."""
+
+
+class StaleGroupError(MegatronPPOError):
+    """A group older than `max_trajectory_age_steps` reached the learner; the buffer's gate is broken."""
+
+
+class GroupMismatchError(MegatronPPOError):
+    """A prompt group has the wrong size, order or bookkeeping."""
+
+
+class GenerationError(MegatronPPOError):
+    """The engine could not generate a group within its retries or its deadline."""
+
+
+class EngineDeadError(MegatronPPOError):
+    """An inference engine stopped serving for good."""
+
+
+class PartDiedError(MegatronPPOError):
+    """A process of the run (engine, collector, buffer, trainer rank) died; the message has the cause."""
+
+
+class WaitTimeoutError(MegatronPPOError):
+    """A wait reached its limit; the message says what was waited for and since when."""
+
+
+class RefitError(MegatronPPOError):
+    """New weights did not reach every engine. The engines stay paused."""
+
+
+class NonFiniteError(MegatronPPOError):
+    """A loss, reward or gradient is NaN or infinite; no optimizer step was applied."""
+
+    def __init__(self, message: str, ordinals: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ordinals = ordinals
+
+
+class CheckpointError(MegatronPPOError):
+    """A checkpoint is missing, torn, or of another run."""

@@ -1,0 +1,70 @@
+"""What the collector, the buffer and the learner expect of the parts around them.
+
+Adapters (vLLM, Ray) and fakes implement these; the contract tests in `tests/` run on both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from megatron_ppo.protocol.trajectory import (
+    Completion,
+    Prompt,
+    PromptGroup,
+    Reservation,
+    SamplingSettings,
+)
+
+
+class RolloutEngine(Protocol):
+    """Samples responses. Implemented by the vLLM engine, by its Ray client, by the replica router and by fakes."""
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        seeds: Sequence[int],
+        sampling: SamplingSettings,
+        deadline_s: float,
+    ) -> list[Completion]:
+        """One completion per seed, in order.
+
+        Raises: GenerationError after `deadline_s` or on a failed request; EngineDeadError when the engine is gone.
+        """
+        ...
+
+
+class Scorer(Protocol):
+    """The reward function. Pure CPU code; called off the event loop."""
+
+    def __call__(self, prompt: Prompt, response_token_ids: Sequence[int]) -> float:
+        """Reward of one response, in reward units. Raises on anything that it cannot score."""
+        ...
+
+
+class PromptStream(Protocol):
+    """Endless and ordinal-addressable: the same ordinal is always the same prompt."""
+
+    def prompt_at(self, ordinal: int) -> Prompt:
+        """The prompt at `ordinal` >= 0."""
+        ...
+
+
+class Replay(Protocol):
+    """The collector's side of the replay buffer."""
+
+    async def reserve(self, *, limit: int, timeout_s: float) -> list[Reservation]:
+        """Up to `limit` slots of the lowest unfinished targets within the open window.
+
+        Waits until at least one slot is free; returns [] after `timeout_s` without one.
+        """
+        ...
+
+    async def commit(self, group: PromptGroup) -> None:
+        """Store a finished group under its reservation. Raises GroupMismatchError if it holds none."""
+        ...
+
+    async def release(self, reservation: Reservation, *, reason: str) -> None:
+        """Give a slot back; its ordinal becomes pending again. Harmless when repeated."""
+        ...
