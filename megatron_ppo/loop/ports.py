@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
@@ -17,8 +18,11 @@ Metrics = Mapping[str, float]
 class Policy(Protocol):
     """The trained model. Results are the same on every rank."""
 
-    def logprobs(self, batch: TrainBatch) -> Tensor:
-        """float32 [B, T] nats with the current weights, at the sampling temperature; 0 outside the response mask."""
+    def logprobs(self, batch: TrainBatch, *, temperature: float | None = None) -> Tensor:
+        """float32 [B, T] nats with the current weights; 0 outside the response mask.
+
+        At the sampling temperature, or at `temperature` if it is given.
+        """
         ...
 
     def reference_logprobs(self, batch: TrainBatch) -> Tensor:
@@ -85,4 +89,61 @@ class Validator(Protocol):
 
     def run(self, *, step: int) -> Metrics:
         """`validation/...` metrics, the same on every rank."""
+        ...
+
+
+class Advantage(Protocol):
+    """The advantage estimator."""
+
+    def apply(self, batch: TrainBatch) -> TrainBatch:
+        """The batch with advantages and returns. Raises: ValueError when every token is masked."""
+        ...
+
+    def metrics(self, batch: TrainBatch) -> Metrics:
+        """`train/...` statistics of an applied batch."""
+        ...
+
+
+class Checkpoints(Protocol):
+    """Saves and restores everything that the run needs to go on."""
+
+    def restore(self) -> int:
+        """Load the checkpoint to continue from, if any, and return the completed steps (0 for a new run)."""
+        ...
+
+    def save(self, *, step: int, metrics: Metrics) -> None:
+        """Save after `step` completed steps, atomically."""
+        ...
+
+
+class StepLog(Protocol):
+    """Metrics and timers of one step."""
+
+    @property
+    def values(self) -> Metrics:
+        """What has been added so far."""
+        ...
+
+    def add(self, metrics: Metrics) -> None:
+        """Add metrics; a key may be added once."""
+        ...
+
+    def timed(self, name: str) -> AbstractContextManager[None]:
+        """Time a phase; repeated phases of one step add up."""
+        ...
+
+    def flush(self) -> None:
+        """Write the step's row."""
+        ...
+
+
+class Telemetry(Protocol):
+    """Where metrics go. Ranks other than 0 hold one that drops them."""
+
+    def step(self, step: int) -> StepLog:
+        """The log of the step that starts with `step` completed steps."""
+        ...
+
+    def before_training(self) -> AbstractContextManager[StepLog]:
+        """The log of what happens before the first step; its row has step 0."""
         ...

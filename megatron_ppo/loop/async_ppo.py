@@ -1,0 +1,185 @@
+"""The training loop: asynchronous PPO, and at age 0 synchronous PPO, in one code path.
+
+SPMD: every trainer rank runs this same code and holds the same ports. The loop owns the order of a step and the
+step counter, nothing else; whatever has state lives in a part.
+
+Order in a step: take the groups; mismatch metrics and masks; critic values, then policy log-probs, then reference
+log-probs; advantages; per epoch all critic minibatches, then all policy minibatches; publish one new version;
+open the next window; validate if due; save if due.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ppo.data.batch import TrainBatch, pack_groups
+from megatron_ppo.loop.age import age_metrics
+from megatron_ppo.loop.mismatch import mask_mismatched_sequences
+from megatron_ppo.loop.ports import (
+    Advantage,
+    Checkpoints,
+    Critic,
+    GroupSource,
+    Policy,
+    Refit,
+    StepLog,
+    Telemetry,
+    Validator,
+)
+from megatron_ppo.loop.rollout_metrics import rollout_metrics
+from megatron_ppo.protocol.errors import GroupMismatchError, NonFiniteError
+from megatron_ppo.protocol.schedule import AsyncSchedule
+from megatron_ppo.protocol.trajectory import PromptGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopSettings:
+    """What the loop needs to know of the run.
+
+    Attributes:
+        seed: of minibatch shuffling, together with step and epoch.
+        num_prompts_per_step, num_generations_per_prompt: N and G; a step trains on exactly N·G sequences.
+        ppo_epochs: passes over the batch per step.   train_global_batch_size: sequences per optimizer step.
+        seq_logprob_error_threshold: sequences whose mismatch exceeds it are masked; None masks nothing.
+        overlong_filtering: exclude truncated responses from every loss.
+        use_reference: compute reference log-probs (a KL term needs them).
+        validation_period, checkpoint_period: in steps; 0 is never.
+    """
+
+    max_num_steps: int
+    seed: int
+    num_prompts_per_step: int
+    num_generations_per_prompt: int
+    ppo_epochs: int
+    train_global_batch_size: int
+    shuffle_minibatches: bool
+    pad_token_id: int
+    seq_logprob_error_threshold: float | None
+    overlong_filtering: bool
+    use_reference: bool
+    validation_period: int
+    validate_at_start: bool
+    validate_at_end: bool
+    checkpoint_period: int
+
+    def validation_due(self, step: int) -> bool:
+        """Whether to validate after `step` completed steps."""
+        periodic = self.validation_period > 0 and step % self.validation_period == 0
+        return periodic or (self.validate_at_end and step == self.max_num_steps)
+
+    def checkpoint_due(self, step: int) -> bool:
+        """Whether to save after `step` completed steps; a run that saves at all also saves its last step."""
+        if self.checkpoint_period <= 0:
+            return False
+        return step % self.checkpoint_period == 0 or step == self.max_num_steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The loop's collaborators; `app.build` makes the real ones, the unit tests make fakes."""
+
+    policy: Policy
+    critic: Critic
+    advantage: Advantage
+    groups: GroupSource
+    refit: Refit
+    validator: Validator
+    checkpoints: Checkpoints
+    telemetry: Telemetry
+
+
+def train(run: LoopSettings, schedule: AsyncSchedule, parts: Parts) -> int:
+    """Train until `run.max_num_steps` steps are complete and return their number.
+
+    Raises: NonFiniteError, StaleGroupError, PartDiedError, WaitTimeoutError, RefitError; each with its step.
+    """
+    step = parts.checkpoints.restore()
+    if step >= run.max_num_steps:
+        return step
+    parts.refit.push(version=schedule.version_at(step))
+    if step == 0 and run.validate_at_start:
+        with parts.telemetry.before_training() as log:
+            log.add(parts.validator.run(step=0))
+    parts.groups.open(step=step, frontier=schedule.frontier(step))
+
+    while step < run.max_num_steps:
+        log = parts.telemetry.step(step)
+        with log.timed("exposed_generation"):  # the only place where the learner waits for actors
+            groups = parts.groups.take(target_step=step)
+        batch = _batch(run, schedule, step, groups, log)
+        try:
+            batch = _score(run, parts, batch, log)
+            _update(run, schedule, parts, step, batch, log)
+        except NonFiniteError as error:
+            raise NonFiniteError(f"step {step + 1}: {error}", error.ordinals) from error
+
+        trained_policy, step = schedule.trains_policy(step), step + 1
+        if trained_policy:  # a frozen step changes no weight: nothing to publish, nobody to pause
+            with log.timed("weight_sync"):
+                log.add(parts.refit.push(version=schedule.version_at(step)))
+        # After the publish, so that nothing is born older than it has to be.
+        parts.groups.open(step=step, frontier=schedule.frontier(step))
+
+        if run.validation_due(step):
+            with log.timed("validation"):
+                log.add(parts.validator.run(step=step))
+        if run.checkpoint_due(step):
+            with log.timed("checkpointing"):
+                parts.checkpoints.save(step=step, metrics=log.values)
+        log.flush()
+    return step
+
+
+def _batch(
+    run: LoopSettings, schedule: AsyncSchedule, step: int, groups: list[PromptGroup], log: StepLog
+) -> TrainBatch:
+    """Check the taken groups and pad them into one batch."""
+    with log.timed("data_processing"):
+        log.add(age_metrics(groups, schedule=schedule, step=step))
+        log.add(rollout_metrics(groups))
+        batch = pack_groups(groups, pad_token_id=run.pad_token_id)
+        expected = run.num_prompts_per_step * run.num_generations_per_prompt
+        if len(batch) != expected:
+            raise GroupMismatchError(f"step {step + 1} took {len(batch)} sequences, expected exactly {expected}")
+        if not batch.reward_B.isfinite().all():
+            bad = tuple(batch.ordinal_B[~batch.reward_B.isfinite()].unique().tolist())
+            raise NonFiniteError(f"step {step + 1}: a reward is NaN or infinite, prompt ordinals {bad}", bad)
+        if run.overlong_filtering:
+            batch = batch.replace(sample_mask_B=batch.sample_mask_B & ~batch.truncated_B)
+    return batch
+
+
+def _score(run: LoopSettings, parts: Parts, batch: TrainBatch, log: StepLog) -> TrainBatch:
+    """Values and log-probs with the weights of this step's start, then masks and advantages."""
+    with log.timed("value_inference"):
+        batch = batch.replace(values_BT=parts.critic.values(batch))
+    with log.timed("policy_and_reference_logprobs"):
+        batch = batch.replace(old_logprobs_BT=parts.policy.logprobs(batch))
+        if run.use_reference:
+            batch = batch.replace(ref_logprobs_BT=parts.policy.reference_logprobs(batch))
+    with log.timed("advantage_calculation"):
+        batch, mismatch = mask_mismatched_sequences(batch, threshold=run.seq_logprob_error_threshold)
+        log.add(mismatch)
+        batch = parts.advantage.apply(batch)
+        log.add(parts.advantage.metrics(batch))
+    return batch
+
+
+def _update(
+    run: LoopSettings, schedule: AsyncSchedule, parts: Parts, step: int, batch: TrainBatch, log: StepLog
+) -> None:
+    """E epochs: a whole epoch of the critic, then of the policy, because they time-share the device."""
+    critic_metrics, policy_metrics = {}, {}
+    with log.timed("update"):
+        for epoch in range(run.ppo_epochs):
+            minibatches = batch.minibatches(
+                run.train_global_batch_size, shuffle=run.shuffle_minibatches, seed=(run.seed, step, epoch)
+            )
+            with log.timed("value_training"):
+                critic_metrics = parts.critic.update(minibatches)
+            if schedule.trains_policy(step):
+                with log.timed("policy_training"):
+                    policy_metrics = parts.policy.update(minibatches)
+    # As in the reference, the last epoch's metrics are the step's; policy keys are absent on frozen steps.
+    log.add(critic_metrics)
+    log.add(policy_metrics)

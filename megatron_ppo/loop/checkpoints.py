@@ -1,0 +1,229 @@
+"""Checkpoints as files: what a step's folder holds, how it becomes visible, which ones stay.
+
+A folder `step_K` (K completed steps) is written as `tmp_step_K`, flushed to disk and renamed; `latest` moves last.
+So every `step_K` is complete, whenever the process was killed.
+
+Invariant: the replay snapshot and the weights of one folder belong to the same step boundary.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from megatron_ppo.loop.ports import Metrics
+from megatron_ppo.loop.validation import OnRankZero
+from megatron_ppo.protocol.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+INFO_FILE = "training_info.json"
+REPLAY_FILE = "replay_buffer.json"
+LATEST_FILE = "latest"
+
+
+class ModelStore(Protocol):
+    """Saves and loads policy and critic with their optimizers; collective over all ranks."""
+
+    def save(self, folder: Path) -> None:
+        """Write into the existing, empty `folder`."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Restore in place. Raises: CheckpointError."""
+        ...
+
+
+class ReplaySnapshots(Protocol):
+    """The replay buffer as rank 0 sees it."""
+
+    def snapshot(self) -> str:
+        """One atomic snapshot of buffer, targets, ledger and prompt position, as JSON text."""
+        ...
+
+    def restore(self, snapshot: str | None, *, resume_step: int) -> None:
+        """Continue from a snapshot, or from an empty buffer, at `resume_step` completed steps."""
+        ...
+
+
+class RunCheckpoints:
+    """The run's checkpoint folder.
+
+    Args:
+        folder: `<run dir>/checkpoints`.   resume: whether to continue from its newest complete checkpoint.
+        keep: how many of the newest to keep.   metric: of which the best checkpoint is kept as well.
+        identity: what must be equal to continue (seed, model, task); compared on restore.
+        load_replay_buffer: False regenerates the whole window instead of restoring finished groups.
+    """
+
+    def __init__(
+        self,
+        *,
+        folder: Path,
+        resume: bool,
+        keep: int,
+        metric: str | None,
+        identity: dict[str, str],
+        load_replay_buffer: bool,
+        models: ModelStore,
+        replay: ReplaySnapshots | None,
+        version_at: Callable[[int], int],
+        on_rank_zero: OnRankZero[object],
+        is_rank_zero: bool,
+    ) -> None:
+        self._folder = folder
+        self._resume = resume
+        self._keep = keep
+        self._metric = metric
+        self._identity = identity
+        self._load_replay_buffer = load_replay_buffer
+        self._models = models
+        self._replay = replay
+        self._version_at = version_at
+        self._on_rank_zero = on_rank_zero
+        self._is_rank_zero = is_rank_zero
+
+    def restore(self) -> int:
+        """Continue from the newest complete checkpoint, if resuming and there is one."""
+        newest = self._on_rank_zero("choice of checkpoint", self._newest_complete)
+        if newest is None:
+            self._on_rank_zero("start of the replay buffer", lambda: self._restore_replay(None, 0))
+            return 0
+        step = int(str(newest).removeprefix("step_"))
+        logger.info("resuming from %s", self._folder / str(newest))
+        self._models.load(self._folder / str(newest))
+        self._on_rank_zero("restore of the replay buffer", lambda: self._restore_replay(str(newest), step))
+        return step
+
+    def save(self, *, step: int, metrics: Metrics) -> None:
+        """Save after `step` completed steps."""
+        temporary, final = self._folder / f"tmp_step_{step}", self._folder / f"step_{step}"
+        self._on_rank_zero(f"start of checkpoint {step}", lambda: _fresh_folder(temporary))
+        # The learner is here, so nothing is trained between the snapshot and the weights; groups that land
+        # meanwhile are pending in the snapshot and are generated again after a restore.
+        self._on_rank_zero(f"snapshot of checkpoint {step}", lambda: self._write_side_files(temporary, step, metrics))
+        self._models.save(temporary)
+        self._on_rank_zero(f"publication of checkpoint {step}", lambda: self._publish(temporary, final))
+
+    def _newest_complete(self) -> str | None:
+        if not self._resume:
+            return None
+        for folder in sorted(self._folder.glob("step_*"), key=_step_of, reverse=True):
+            try:
+                info = json.loads((folder / INFO_FILE).read_text())
+            except (OSError, ValueError) as error:
+                logger.warning("skipping torn checkpoint %s: %s", folder, error)
+                continue
+            self._check_identity(folder, info)
+            return folder.name
+        return None
+
+    def _check_identity(self, folder: Path, info: dict[str, object]) -> None:
+        if info.get("format_version") != FORMAT_VERSION:
+            raise CheckpointError(
+                f"{folder}: format_version is {info.get('format_version')}, this version reads {FORMAT_VERSION}"
+            )
+        saved = info.get("identity")
+        for key, value in self._identity.items():
+            seen = saved.get(key) if isinstance(saved, dict) else None
+            if seen != value:
+                raise CheckpointError(f"{folder}: {key} was {seen} when it was saved, the run has {value}")
+
+    def _restore_replay(self, checkpoint: str | None, step: int) -> None:
+        assert self._replay is not None, "only rank 0 holds the replay buffer"
+        snapshot = None
+        if checkpoint is not None:
+            path = self._folder / checkpoint / REPLAY_FILE
+            if path.exists():
+                snapshot = path.read_text()
+            else:
+                logger.warning("%s is missing; starting with an empty replay buffer", path)
+        if snapshot is not None and not self._load_replay_buffer:
+            snapshot = without_groups(snapshot)
+        self._replay.restore(snapshot, resume_step=step)
+
+    def _write_side_files(self, folder: Path, step: int, metrics: Metrics) -> None:
+        assert self._replay is not None, "only rank 0 holds the replay buffer"
+        (folder / REPLAY_FILE).write_text(self._replay.snapshot())
+        ranking = metrics.get(self._metric) if self._metric else None
+        info = {
+            "format_version": FORMAT_VERSION,
+            "step": step,
+            "weight_version": self._version_at(step),
+            "identity": self._identity,
+            "metric": self._metric,
+            "metric_value": ranking,
+        }
+        (folder / INFO_FILE).write_text(json.dumps(info, indent=1))
+
+    def _publish(self, temporary: Path, final: Path) -> None:
+        flush_tree(temporary)
+        old = final.with_name(f"old_{final.name}")
+        shutil.rmtree(old, ignore_errors=True)
+        if final.exists():
+            final.rename(old)
+        temporary.rename(final)
+        latest = self._folder / f"{LATEST_FILE}.tmp"
+        latest.write_text(final.name)
+        _flush(latest)
+        latest.replace(self._folder / LATEST_FILE)
+        _flush(self._folder)
+        shutil.rmtree(old, ignore_errors=True)
+        for folder in self._expired():
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _expired(self) -> list[Path]:
+        """All but the newest `keep` and the best by the metric (of equal ones the newer)."""
+        folders = sorted(self._folder.glob("step_*"), key=_step_of)
+        kept = set(folders[-max(self._keep, 1) :])
+        ranked = [(value, _step_of(f), f) for f in folders if (value := _metric_value(f, self._metric)) is not None]
+        if ranked:
+            kept.add(max(ranked)[2])
+        return [folder for folder in folders if folder not in kept]
+
+
+def without_groups(snapshot: str) -> str:
+    """The snapshot with its finished groups dropped; their ordinals become pending on restore."""
+    state = json.loads(snapshot)
+    state["groups"] = []
+    return json.dumps(state)
+
+
+def flush_tree(folder: Path) -> None:
+    """fsync every file and folder below `folder`, so that the rename that follows publishes durable data."""
+    for root, _, files in os.walk(folder):
+        for name in files:
+            _flush(Path(root) / name)
+        _flush(Path(root))
+
+
+def _fresh_folder(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
+
+
+def _metric_value(folder: Path, metric: str | None) -> float | None:
+    try:
+        info = json.loads((folder / INFO_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    value = info.get("metric_value")
+    return float(value) if metric is not None and info.get("metric") == metric and value is not None else None

@@ -1,0 +1,101 @@
+"""The same-version probe: after each publish, engine and learner score the same tokens with the same weights.
+
+Everything that can go silently wrong between the two (a tensor that did not arrive, a stale tied head, a stale
+cache, another rope) shows up here as a difference of log-probs, without any staleness mixed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from megatron_ppo.data.batch import TrainBatch
+from megatron_ppo.loop.ports import Metrics, Policy, Refit
+from megatron_ppo.loop.validation import OnRankZero
+from megatron_ppo.protocol.errors import RefitError
+
+
+class SequenceScorer(Protocol):
+    """The engines as rank 0 sees them."""
+
+    def score(self, sequences: Sequence[Sequence[int]], *, deadline_s: float) -> list[list[list[float]]]:
+        """Per replica, per sequence: nats at temperature 1 of every token after the first."""
+        ...
+
+
+class ProbedRefit:
+    """A refit whose every publish is verified by the probe.
+
+    Args:
+        sequences: token ids, the same on every rank and at every publish.
+        tolerance_nats: a larger difference is a RefitError; None only reports it.
+
+    Invariant: `push` returns only when every replica agrees with the learner within the tolerance.
+    """
+
+    def __init__(
+        self,
+        *,
+        refit: Refit,
+        policy: Policy,
+        engines: SequenceScorer | None,
+        sequences: Sequence[Sequence[int]],
+        tolerance_nats: float | None,
+        pad_token_id: int,
+        deadline_s: float,
+        on_rank_zero: OnRankZero[list[list[list[float]]]],
+    ) -> None:
+        self._refit = refit
+        self._policy = policy
+        self._engines = engines
+        self._sequences = sequences
+        self._tolerance_nats = tolerance_nats
+        self._deadline_s = deadline_s
+        self._on_rank_zero = on_rank_zero
+        self._batch = _probe_batch(sequences, pad_token_id)
+
+    def push(self, *, version: int) -> Metrics:
+        """Publish, then compare. Adds `probe/max_abs_logprob_diff_nats`. Raises: RefitError."""
+        metrics = dict(self._refit.push(version=version))
+        by_replica = self._on_rank_zero(f"same-version probe of version {version}", self._score)
+        learner_BT = self._policy.logprobs(self._batch, temperature=1.0)
+        worst = 0.0
+        for replica, rows in enumerate(by_replica):
+            for row, logprobs in enumerate(rows):
+                mine = learner_BT[row, 1 : 1 + len(logprobs)]
+                difference = float((mine - torch.tensor(logprobs, dtype=torch.float32)).abs().max())
+                if not difference <= (self._tolerance_nats or float("inf")):
+                    raise RefitError(
+                        f"weights of version {version} differ between learner and engine replica {replica}: "
+                        f"log-probs of probe sequence {row} differ by {difference:.2e} nats, "
+                        f"refit.probe_tolerance_nats allows {self._tolerance_nats}"
+                    )
+                worst = max(worst, difference)
+        metrics["probe/max_abs_logprob_diff_nats"] = worst
+        return metrics
+
+    def _score(self) -> list[list[list[float]]]:
+        assert self._engines is not None, "only rank 0 asks the engines"
+        return self._engines.score(self._sequences, deadline_s=self._deadline_s)
+
+
+def _probe_batch(sequences: Sequence[Sequence[int]], pad_token_id: int) -> TrainBatch:
+    """Every token after the first counts as a response token."""
+    rows, width = len(sequences), max(len(sequence) for sequence in sequences)
+    token_ids = torch.full((rows, width), pad_token_id, dtype=torch.int64)
+    mask = torch.zeros((rows, width), dtype=torch.bool)
+    for row, sequence in enumerate(sequences):
+        token_ids[row, : len(sequence)] = torch.tensor(sequence, dtype=torch.int64)
+        mask[row, 1 : len(sequence)] = True
+    return TrainBatch(
+        token_ids_BT=token_ids,
+        length_B=torch.tensor([len(sequence) for sequence in sequences]),
+        response_mask_BT=mask,
+        sample_mask_B=torch.ones(rows, dtype=torch.bool),
+        generation_logprobs_BT=torch.zeros((rows, width)),
+        reward_B=torch.zeros(rows),
+        truncated_B=torch.zeros(rows, dtype=torch.bool),
+        ordinal_B=torch.arange(rows),
+    )

@@ -1,0 +1,44 @@
+"""Records the groups that the learner trains on, for inspection and for the independent reference."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatron_ppo.loop.ports import GroupSource
+from megatron_ppo.protocol.trajectory import PromptGroup
+
+
+class RecordedGroups:
+    """A group source that appends what it hands out to a JSON Lines file, one trajectory a line."""
+
+    def __init__(self, *, source: GroupSource, path: Path) -> None:
+        self._source = source
+        self._path = path
+
+    def take(self, *, target_step: int) -> list[PromptGroup]:
+        """As the wrapped source; written before the step begins, in the order of the batch."""
+        groups = self._source.take(target_step=target_step)
+        with self._path.open("a") as file:
+            for group in groups:
+                for trajectory in group.trajectories:
+                    completion = trajectory.completion
+                    record = {
+                        "step": target_step + 1,
+                        "ordinal": group.ordinal,
+                        "opened_at_step": group.opened_at_step,
+                        "prompt": list(trajectory.prompt_token_ids),
+                        "response": list(completion.token_ids),
+                        "logprobs": list(completion.logprobs),
+                        "finish_reason": completion.finish_reason,
+                        "versions": [[span.version, span.start, span.end] for span in completion.spans],
+                        "reward": trajectory.reward,
+                        "started_at": group.started_at,
+                        "finished_at": group.finished_at,
+                    }
+                    file.write(json.dumps(record) + "\n")
+        return groups
+
+    def open(self, *, step: int, frontier: int) -> None:
+        """As the wrapped source."""
+        self._source.open(step=step, frontier=frontier)
