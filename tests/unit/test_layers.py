@@ -16,12 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
     """Run the import linter on the package in `root`."""
-    command = [
-        str(Path(sys.executable).with_name("lint-imports")),
-        "--no-cache",
-        "--config",
-        "pyproject.toml",
-    ]
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache", "--no-logo"]
     return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
 
 
