@@ -40,12 +40,11 @@ def build_task(task: str, **options: TaskOption) -> TaskSpec:
         builder: Callable[..., TaskSpec] = getattr(importlib.import_module(module_name), function_name)
     except (ModuleNotFoundError, AttributeError) as error:
         raise ConfigError(f"data.task {task!r} cannot be imported: {error}") from error
-    try:
-        return builder(**options)
-    except TypeError as error:
-        raise ConfigError(
-            f"data.task {task!r} does not accept its options {sorted(options)}: {error}"
-        ) from error
+    accepted = inspect.signature(builder).parameters
+    for option in options:
+        if option not in accepted:
+            raise ConfigError(f"data.{option} is no option of task {task!r}; it takes {', '.join(accepted)}")
+    return builder(**options)
 
 
 def train_prompts(*, task: str, stream_seed: int, **options: TaskOption) -> ShuffledPrompts:
