@@ -1,0 +1,1 @@
+"""Moves bytes between processes; knows tensors and stores, not models, vLLM or Ray."""

@@ -1,0 +1,219 @@
+"""One sender, many receivers: the broadcast group that carries weights from the trainer to the engine workers.
+
+Rank 0 of the trainer owns the `BroadcastStore` for the whole run and is group rank 0; every engine worker is one
+further rank. A change of members is a new generation: the same store, another key prefix, a new process group.
+Neither side needs a default process group.
+
+Invariant: no bucket moves before every receiver has confirmed the sender's manifest digest, because two ends that
+cut different buckets make gloo abort the process instead of raising.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ppo.protocol.errors import RefitError, WaitTimeoutError
+from megatron_ppo.protocol.weights import RefitGroupSpec
+
+logger = logging.getLogger(__name__)
+
+SENDER_RANK = 0
+_ACCEPTED = b"accepted"
+# Polling bounds: short enough to add nothing measurable to a bucket, long enough not to burn the core that
+# the receiving engine needs.
+_POLL_MIN_S = 0.0002
+_POLL_MAX_S = 0.01
+
+CheckPeers = Callable[[], None]
+
+
+def backend_for(device: torch.device) -> str:
+    """The process-group backend for tensors on `device`: "nccl" on CUDA, otherwise "gloo"."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+class BroadcastStore:
+    """The rendezvous that the trainer's rank 0 keeps open for the whole run.
+
+    Args:
+        host: address that engine workers reach this process under; the listener binds to it alone.
+        backend: "gloo" or "nccl", the same for every member.
+        timeout_s: limit for joining and for every single broadcast.
+    """
+
+    def __init__(self, *, host: str = "127.0.0.1", backend: str = "gloo", timeout_s: float = 120.0) -> None:
+        self.host = host
+        self.backend = backend
+        self.timeout_s = timeout_s
+        # torch binds the store's port on every interface unless it is handed a socket that listens already.
+        family = socket.getaddrinfo(host, None)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.bind((host, 0))
+            listener.listen(128)
+            self.port = int(listener.getsockname()[1])
+            self.tcp_store = dist.TCPStore(
+                host,
+                self.port,
+                None,
+                is_master=True,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+
+    def spec(self, *, generation: int, rank_offset: int, world_size: int) -> RefitGroupSpec:
+        """What one engine needs to join `generation`."""
+        return RefitGroupSpec(
+            host=self.host,
+            port=self.port,
+            generation=generation,
+            rank_offset=rank_offset,
+            world_size=world_size,
+            backend=self.backend,
+            timeout_s=self.timeout_s,
+        )
+
+
+class BroadcastGroup:
+    """One generation of the group. Every member constructs it at the same time.
+
+    Args:
+        spec: the group; its `rank_offset` is not used here.
+        rank: this member's rank; 0 is the sender.
+        device: where the broadcast buffers live.
+        store: the master store in the sender's process; None connects to it.
+
+    Raises: RefitError when not all members arrive within `spec.timeout_s`.
+    """
+
+    def __init__(
+        self, spec: RefitGroupSpec, *, rank: int, device: torch.device, store: BroadcastStore | None = None
+    ) -> None:
+        self.spec = spec
+        self.rank = rank
+        self.device = device
+        timeout = timedelta(seconds=spec.timeout_s)
+        try:
+            tcp_store = store.tcp_store if store else dist.TCPStore(spec.host, spec.port, None, False, timeout)
+            self._store = dist.PrefixStore(f"refit_{spec.generation}", tcp_store)
+            self._group = _process_group(spec, self._store, rank, device)
+        except RuntimeError as error:  # DistStoreError and gloo's errors both derive from it
+            raise RefitError(
+                f"rank {rank} could not join refit group generation {spec.generation} of {spec.world_size} "
+                f"members at {spec.host}:{spec.port} within {spec.timeout_s:.0f} s: {error}"
+            ) from error
+        self._transfer = 0
+
+    def offer_manifest(self, digest: str, *, check_peers: CheckPeers | None = None) -> None:
+        """Sender: publish the digest and wait until every receiver has accepted it.
+
+        Args:
+            check_peers: called while waiting; raises when a receiver is known to have failed.
+        Raises: RefitError when a receiver holds another manifest; WaitTimeoutError when one does not answer.
+        """
+        transfer = self._next_transfer()
+        self._store.set(f"{transfer}/digest", digest)
+        receivers = range(1, self.spec.world_size)
+        keys = [f"{transfer}/answer/{rank}" for rank in receivers]
+        self._poll(lambda: self._store.check(keys), "all receivers to accept the manifest", check_peers)
+        for rank, key in zip(receivers, keys, strict=True):
+            if (answer := self._store.get(key)) != _ACCEPTED:
+                raise RefitError(f"refit group rank {rank} refused the manifest: {answer.decode()}")
+
+    def accept_manifest(self, digest: str) -> None:
+        """Receiver: compare the sender's digest with one's own and answer, before any byte moves.
+
+        Raises: RefitError when they differ; WaitTimeoutError when the sender publishes none in time.
+        """
+        transfer = self._next_transfer()
+        key = f"{transfer}/digest"
+        self._poll(lambda: self._store.check([key]), "the sender's manifest digest", None)
+        offered = self._store.get(key).decode()
+        answer_key = f"{transfer}/answer/{self.rank}"
+        if offered != digest:
+            text = f"the sender's manifest has digest {offered[:12]}, this engine was told {digest[:12]}"
+            self._store.set(answer_key, text)
+            raise RefitError(text)
+        self._store.set(answer_key, _ACCEPTED)
+
+    def broadcast(self, buffer: Tensor, *, check_peers: CheckPeers | None = None) -> None:
+        """Send (rank 0) or receive (other ranks) one contiguous uint8 buffer; returns when it may be reused.
+
+        Raises: RefitError when the transfer fails, WaitTimeoutError after `spec.timeout_s`, or whatever
+            `check_peers` raises. The group is unusable afterwards: close it and form a new generation.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank = SENDER_RANK
+        options.rootTensor = 0
+        try:
+            work = self._group.broadcast([buffer], options)
+            self._poll(work.is_completed, f"the broadcast of {buffer.numel()} bytes", check_peers)
+            work.wait()
+        except RuntimeError as error:
+            raise RefitError(
+                f"broadcast of {buffer.numel()} bytes failed on refit group rank {self.rank}, "
+                f"generation {self.spec.generation}: {error}"
+            ) from error
+        if self.device.type == "cuda":
+            # wait() only orders the current stream behind NCCL; the caller overwrites or frees the buffer.
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def close(self) -> None:
+        """Drop the connections. Harmless when repeated, and after a failed broadcast."""
+        group, self._group = getattr(self, "_group", None), None
+        if group is not None:
+            # A pending transfer would otherwise keep the destructor waiting for the full timeout.
+            group.abort()
+
+    def _next_transfer(self) -> int:
+        self._transfer += 1
+        return self._transfer
+
+    def _poll(self, done: Callable[[], bool], what: str, check_peers: CheckPeers | None) -> None:
+        started, pause_s = time.monotonic(), _POLL_MIN_S
+        while not done():
+            if check_peers is not None:
+                check_peers()
+            if (waited_s := time.monotonic() - started) > self.spec.timeout_s:
+                raise WaitTimeoutError(
+                    f"refit group rank {self.rank}, generation {self.spec.generation}: waited {waited_s:.0f} s "
+                    f"for {what}; the limit is {self.spec.timeout_s:.0f} s"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_MAX_S)
+
+
+def _process_group(spec: RefitGroupSpec, store: dist.Store, rank: int, device: torch.device) -> dist.Backend:
+    timeout = timedelta(seconds=spec.timeout_s)
+    if spec.backend == "nccl":
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        torch.cuda.set_device(device)
+        return dist.ProcessGroupNCCL(store, rank, spec.world_size, nccl)
+    if spec.backend != "gloo":
+        raise RefitError(f'refit backend must be "gloo" or "nccl", got "{spec.backend}"')
+    if not _is_loopback(spec.host):
+        # Several hosts: gloo picks the interface itself and follows GLOO_SOCKET_IFNAME.
+        return dist.ProcessGroupGloo(store, rank, spec.world_size, timeout)
+    gloo = dist.ProcessGroupGloo._Options()
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=spec.host)]
+    gloo._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, spec.world_size, gloo)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
