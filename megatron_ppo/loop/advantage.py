@@ -1,9 +1,9 @@
 """The advantage estimator of the loop: generalised advantage estimation, as a part that Hydra builds.
 
-Driven once per step, after values and log-probs; its results are never refreshed between epochs. Another estimator
-is another class with the methods of `loop.ports.Advantage`.
-Invariant: runs the same on every rank (the batch is replicated), and either returns finite advantages for every
-token that counts or raises before any update.
+Driven once per step, after values and log-probs; its results are never refreshed between epochs. Another
+estimator is another class with the methods of `loop.ports.Advantage`.
+Invariant: runs the same on every rank (the batch is replicated), and either returns finite advantages for
+every token that counts or raises before any update.
 
 Shape legend: B sequences, T token positions.
 """
@@ -31,8 +31,8 @@ class GAE:
         gae_gamma: discount per token, in (0, 1].
         gae_lambda_value: λ of the critic's returns; None = gae_lambda.
         gae_lambda_policy: λ of the policy's advantages; None = gae_lambda.
-        length_adaptive_alpha: above 0 the policy's λ is 1 - 1 / (α · response length) per sequence, which takes
-            precedence over gae_lambda_policy; 0 = off.
+        length_adaptive_alpha: above 0 the policy's λ is 1 - 1 / (α · response length) per sequence, which
+            takes precedence over gae_lambda_policy; 0 = off.
         normalize_advantages: whiten the advantages over all tokens of the step; returns are never whitened.
         reward_kl_penalty: β ≥ 0; subtract β · KL(policy || reference) from each token's reward. 0 = off.
         reward_kl_type: estimator of that KL.
@@ -85,8 +85,8 @@ class GAE:
         mask_BT = trainable_mask(batch.response_mask_BT, batch.sample_mask_B)
         if not bool(mask_BT.any()):
             raise ValueError(
-                f"no token of the {len(batch)} sequences counts: every response token is masked out (overlong "
-                "filtering, logprob-error threshold or loss mask), and an empty batch must not be trained on"
+                f"no token of the {len(batch)} sequences counts: all are masked out (overlong filtering, "
+                "log-prob error threshold or loss masks), and an empty batch must not be trained on"
             )
         value_BT = select(batch.values_BT, mask_BT, name="values_BT")
         reward_BT = self._token_rewards(batch, mask_BT)

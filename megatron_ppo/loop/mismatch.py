@@ -1,7 +1,7 @@
-"""How far each sequence's generation log-probs are from the trainer's, and the mask against sequences too far off.
+"""How far each sequence's generation log-probs are from the trainer's, and the mask against outliers.
 
-Driven by the loop as soon as the old log-probs of a step exist, before advantages: a masked sequence counts neither
-in whitening nor in any loss. Invariant: only ever turns `sample_mask_B` from True to False.
+Driven by the loop as soon as the old log-probs of a step exist, before advantages: a masked sequence counts
+neither in whitening nor in any loss. Invariant: only ever turns `sample_mask_B` from True to False.
 
 Shape legend: B sequences, T token positions.
 """
@@ -21,15 +21,16 @@ from megatron_ppo.protocol.errors import NonFiniteError
 def mask_mismatched_sequences(batch: TrainBatch, *, threshold: float | None) -> tuple[TrainBatch, Metrics]:
     """Measure the mismatch, and exclude the sequences above `threshold` from everything that follows.
 
-    err_i = mean over the response tokens of sequence i of exp(|generation - old log-prob|), at least 1. An error
-    equal to the threshold is kept. Sequences without a response token that counts are left out of the statistics.
+    err_i = mean over the response tokens of sequence i of exp(|generation - old log-prob|), at least 1. An
+    error equal to the threshold is kept. Sequences without a response token that counts are left out of the
+    statistics.
 
     Args:
         batch: with `old_logprobs_BT`.   threshold: largest error that is kept; None excludes none.
     Returns:
         The batch, and `train/{max,mean,min}_seq_mult_prob_error` before masking, the same with `_after_mask`,
-        `train/num_masked_seqs_by_logprob_error`, and `train/masked_correct_pct`: the share in [0, 1] of masked
-        sequences whose reward is 1, 0 when none is masked.
+        `train/num_masked_seqs_by_logprob_error`, and `train/masked_correct_pct`: the share in [0, 1] of
+        masked sequences whose reward is 1, 0 when none is masked.
     Raises: ValueError if the batch has no old log-probs; NonFiniteError with the ordinals of sequences whose
         log-probs are NaN or infinite.
     """

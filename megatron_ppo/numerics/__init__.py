@@ -1,1 +1,1 @@
-"""Pure functions on tensors: advantages, losses, metric reduction. No I/O, no config objects, no process groups."""
+"""Pure functions on tensors: advantages, losses, metric reduction. No I/O, no process groups."""

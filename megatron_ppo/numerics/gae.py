@@ -1,7 +1,7 @@
 """Token rewards, generalised advantage estimation and whitening. Driven by `loop.advantage` once per step.
 
-Invariant: a masked-out token, whatever stands there (NaN included), changes nothing: it is skipped as if cut out of
-the sequence.
+Invariant: a masked-out token, whatever stands there (NaN included), changes nothing: it is skipped as if cut
+out of the sequence.
 
 Shape legend: B sequences, T token positions (right-padded).
 """
@@ -20,8 +20,8 @@ WHITEN_EPSILON = 1e-8
 def place_terminal_reward(reward_B: Tensor, mask_BT: Tensor) -> Tensor:
     """[B, T] reward units; the sequence's reward at its last masked-in token, 0 elsewhere.
 
-    A sequence without masked-in tokens gets no reward. A trailing tool or user turn is masked out, so the reward
-    goes to the last token that the policy itself sampled.
+    A sequence without masked-in tokens gets no reward. A trailing tool or user turn is masked out, so the
+    reward goes to the last token that the policy itself sampled.
 
     Raises: ValueError if the shapes differ.
     """

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_ppo.numerics.loss_settings import KLType
 
-# Bounds in nats of the penalty inside the reward, where no setting overrides them (defaults of the loss term).
+# Bounds in nats of the penalty inside the reward, which no setting overrides: the loss term's defaults.
 REWARD_INPUT_CLAMP = 20.0
 REWARD_OUTPUT_CLAMP = 10.0
 
@@ -18,7 +18,7 @@ REWARD_OUTPUT_CLAMP = 10.0
 def kl_of_log_ratio(log_ratio: Tensor, kind: KLType) -> Tensor:
     """KL(p || q) in nats at tokens drawn from p, from x = log q - log p.
 
-    k1 = -x (unbiased),   k2 = x² / 2 (biased, low variance),   k3 = exp(x) - 1 - x (unbiased, never negative).
+    k1 = -x (unbiased),  k2 = x² / 2 (biased, low variance),  k3 = exp(x) - 1 - x (unbiased, never negative).
 
     Source: Schulman, "Approximating KL Divergence" (2020).
     """
@@ -35,6 +35,6 @@ def clamp_symmetric(x: Tensor, bound: float | None) -> Tensor:
 
 
 def reward_kl(logprobs_BT: Tensor, ref_logprobs_BT: Tensor, kind: KLType) -> Tensor:
-    """[B, T] nats; KL(policy || reference) per token for a penalty inside the reward, clamped on both sides."""
+    """[B, T] nats; KL(policy || reference) per token for a penalty in the reward, clamped on both sides."""
     log_ratio_BT = clamp_symmetric(ref_logprobs_BT - logprobs_BT, REWARD_INPUT_CLAMP)
     return clamp_symmetric(kl_of_log_ratio(log_ratio_BT, kind), REWARD_OUTPUT_CLAMP)

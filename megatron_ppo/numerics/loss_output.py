@@ -60,9 +60,10 @@ class LossOutput:
     """A loss of one microbatch.
 
     Attributes:
-        loss: scalar with gradient; this microbatch's share, already divided by global counts. Shares *sum* to the
-            minibatch's loss. Exactly 0 when every token is masked out.
-        sequence_loss_B: float [B], detached; each sequence's share, to name the sequence when one is not finite.
+        loss: scalar with gradient; this microbatch's share, already divided by global counts. Shares *sum* to
+            the minibatch's loss. Exactly 0 when every token is masked out.
+        sequence_loss_B: float [B], detached; each sequence's share, to name the sequence when one is not
+            finite.
         metrics: parts to be joined by `reduce.combine`; names carry their `train/` prefix.
     """
 
@@ -78,7 +79,7 @@ def share(x: Tensor, mask: Tensor, count: int) -> MetricPart:
 
 
 def extremum(x: Tensor, mask: Tensor, *, kind: Literal["min", "max"]) -> MetricPart:
-    """Smallest or largest masked-in entry; infinite, and so neutral when parts are joined, if there is none."""
+    """Smallest or largest masked-in entry; infinite, so neutral when parts are joined, if there is none."""
     if kind == "min":
         value = torch.where(mask, x.detach(), math.inf).amin()
     else:

@@ -1,4 +1,4 @@
-"""Settings of the two losses, checked at construction. `conf/loss` and `conf/value_loss` mirror the field names.
+"""Settings of the two losses, checked at construction. The config sections mirror the field names.
 
 PolicyLossSettings (`loss.<key>`):
     ratio_clip_min, ratio_clip_max, ratio_clip_c, disable_ppo_ratio, force_on_policy_ratio,
@@ -10,8 +10,9 @@ PolicyLossSettings (`loss.<key>`):
 ValueLossSettings (`value_loss.<key>`):
     scale, cliprange
 
-Owns the rules on which settings may be combined; every combination that would silently change or ignore a part of
-the objective is a ConfigError naming `loss.<key>`. Rules that need the schedule (age, epochs) live in the config.
+Owns the rules on which settings may be combined; every combination that would silently change or ignore a
+part of the objective is a ConfigError naming `loss.<key>`. Rules that need the schedule (age, epochs) live in
+the config.
 """
 
 from __future__ import annotations
@@ -45,15 +46,18 @@ class PolicyLossSettings:
     Attributes:
         ratio_clip_min: the ratio is clipped below at 1 - ratio_clip_min; in [0, 1].
         ratio_clip_max: the ratio is clipped above at 1 + ratio_clip_max; >= 0.
-        ratio_clip_c: dual clip, > 1: where the advantage is negative a token loses at most -c * advantage. None = off.
+        ratio_clip_c: dual clip, > 1: where the advantage is negative a token loses at most -c * advantage.
+            None = off.
         disable_ppo_ratio: REINFORCE, -advantage * log-prob; the clip values are ignored.
         force_on_policy_ratio: the ratio is 1 with gradient; stored old log-probs are ignored.
         sequence_level_importance_ratios: GSPO, one ratio per sequence; needs token_level_loss False.
         use_cispo: -advantage * stop_grad(clipped ratio) * log-prob.
-        token_level_loss: True = mean over tokens of the minibatch; False = mean over sequences of their token means.
-        use_importance_sampling_correction: weight each token by exp(old - generation), detached. Corrects staleness.
-        truncated_importance_sampling_type: None = untruncated; tis = clamp the weight; icepop = drop tokens outside
-            the bounds; seq-mask-tis = drop sequences whose geometric mean weight is outside the bounds.
+        token_level_loss: True = mean over tokens of the minibatch; False = mean over sequences of their token
+            means.
+        use_importance_sampling_correction: weight each token by exp(old - generation), detached. Corrects
+            staleness.
+        truncated_importance_sampling_type: None = untruncated; tis = clamp the weight; icepop = drop tokens
+            outside the bounds; seq-mask-tis = drop sequences whose geometric mean weight is outside.
         truncated_importance_sampling_ratio: the upper bound of the weight, > 0.
         truncated_importance_sampling_ratio_min: the lower bound, >= 0; needed by icepop and seq-mask-tis.
         reference_policy_kl_penalty: weight of the KL term against the reference policy, >= 0; 0 = no term.
@@ -62,7 +66,8 @@ class PolicyLossSettings:
         kl_output_clamp_value: bound of the estimator's absolute value in nats. None = off.
         use_kl_in_reward: subtract the penalty from the token rewards instead of adding a loss term.
         use_on_policy_kl_approximation: weight the KL term by exp(current - generation).
-        positive_example_nll_weight: weight of the negative log-likelihood of sequences with reward > 0, >= 0; 0 = off.
+        positive_example_nll_weight: weight of the negative log-likelihood of sequences with reward > 0, >= 0;
+            0 = off.
     """
 
     ratio_clip_min: float = 0.2
@@ -103,7 +108,7 @@ class PolicyLossSettings:
         )
         _require(
             not (self.disable_ppo_ratio and dual is not None),
-            f"loss.ratio_clip_c is {dual} but loss.disable_ppo_ratio is true, which would ignore it; set one of them",
+            f"loss.ratio_clip_c is {dual} but loss.disable_ppo_ratio is true, which would ignore it",
         )
         _require(
             not (self.disable_ppo_ratio and self.sequence_level_importance_ratios),
@@ -162,7 +167,8 @@ class PolicyLossSettings:
         kinds = get_args(KLType)
         _require(
             self.reference_policy_kl_type in kinds,
-            f"loss.reference_policy_kl_type must be one of {', '.join(kinds)}, got {self.reference_policy_kl_type!r}",
+            f"loss.reference_policy_kl_type must be one of {', '.join(kinds)}, "
+            f"got {self.reference_policy_kl_type!r}",
         )
         for key in ("kl_input_clamp_value", "kl_output_clamp_value"):
             bound = getattr(self, key)
@@ -180,7 +186,8 @@ class ValueLossSettings:
 
     Attributes:
         scale: factor of the loss, > 0.
-        cliprange: the value may move this far from the value before the update, in reward units, > 0. None = off.
+        cliprange: the value may move this far from the value before the update, in reward units, > 0;
+            None = off.
     """
 
     scale: float = 1.0

@@ -3,12 +3,13 @@
 Everything that a caller of either loss needs is importable from here: settings, `LossCounts`, `LossOutput`,
 `policy_loss`, `value_loss`.
 
-Invariant: every term is divided by a *global* count of the minibatch (`LossCounts`), so the losses of any split of
-a minibatch into microbatches and data-parallel shares add up to the loss of the whole, gradients included. The
-caller must sum, never average. Excluded tokens are selected away before any arithmetic (`masking.py`).
+Invariant: every term is divided by a *global* count of the minibatch (`LossCounts`), so the losses of any
+split of a minibatch into microbatches and data-parallel shares add up to the loss of the whole, gradients
+included. The caller must sum, never average. Excluded tokens are selected away before any arithmetic
+(`masking.py`).
 
-Symbols: lp = current, old = at the start of the step, gen = by the engine when sampled, ref = reference log-prob;
-ρ = exp(lp - old) the PPO ratio, w = exp(old - gen) the importance weight, A = advantage.
+Symbols: lp = current, old = at the start of the step, gen = by the engine when sampled, ref = reference
+log-prob; ρ = exp(lp - old) the PPO ratio, w = exp(old - gen) the importance weight, A = advantage.
 
 Shape legend: B sequences, T token positions (right-padded).
 """
@@ -62,7 +63,7 @@ class _Ratio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Weight:
-    """w of every token as applied, [B, T], detached; which tokens (or sequences) were out of bounds, bool [B, T]."""
+    """w of every token as applied, [B, T], detached; whether it was out of bounds, bool [B, T]."""
 
     applied: Tensor
     out_of_bounds: Tensor
@@ -84,14 +85,14 @@ def policy_loss(
 ) -> LossOutput:
     """This microbatch's share of the clipped policy-gradient loss of its minibatch.
 
-    L = reduce(w · l) + β · reduce(KL(policy || reference)) + μ · mean(-lp over tokens of sequences with reward > 0)
-    l = max(-A ρ, -A clip(ρ, 1 - ratio_clip_min, 1 + ratio_clip_max)),   variants: see `PolicyLossSettings`.
+    L = reduce(w · l) + β · reduce(KL(policy || reference)) + μ · mean(-lp where reward > 0)
+    l = max(-A ρ, -A clip(ρ, 1 - ratio_clip_min, 1 + ratio_clip_max)); variants: see `PolicyLossSettings`.
 
-    `reduce` is the mean over the minibatch's tokens (token_level_loss), or the mean over its sequences of their
-    token means.
+    `reduce` is the mean over the minibatch's tokens (token_level_loss), or the mean over its sequences of
+    their token means.
 
     Args:
-        logprobs_BT: float [B, T] nats, with gradient; log-prob of token j at position j. Position 0 is ignored.
+        logprobs_BT: float [B, T] nats, with gradient; log-prob of token j at position j; 0 ignored.
         old_logprobs_BT, generation_logprobs_BT, ref_logprobs_BT: float [B, T] nats, detached.
         advantages_BT: float [B, T], detached.   reward_B: float [B]; only its sign is used, for the NLL term.
         response_mask_BT: bool [B, T].   sample_mask_B: bool [B].
@@ -133,7 +134,8 @@ def policy_loss(
             loss_B = loss_B + settings.reference_policy_kl_penalty * kl_B
     elif has_kl_term:
         raise ValueError(
-            f"loss.reference_policy_kl_penalty is {settings.reference_policy_kl_penalty} but ref_logprobs_BT is None"
+            f"loss.reference_policy_kl_penalty is {settings.reference_policy_kl_penalty} "
+            "but ref_logprobs_BT is None"
         )
     if settings.positive_example_nll_weight > 0.0:
         nll_B = _positive_nll(tokens, reward_B, counts)
@@ -217,7 +219,7 @@ def _kl_BT(tokens: _Tokens, reference_BT: Tensor, settings: PolicyLossSettings) 
     clamped_BT = clamp_symmetric(log_ratio_BT, settings.kl_input_clamp_value)
     origin_BT = tokens.generation if settings.use_on_policy_kl_approximation else tokens.logprob.detach()
     exponent_BT = tokens.logprob - origin_BT
-    # Selected before exp: the gradient of an overflow that is selected away afterwards would be 0 · inf = NaN.
+    # Selected before exp: the gradient of an overflow that is selected away later would be 0 · inf = NaN.
     finite_BT = torch.isfinite(exponent_BT.detach().exp())
     weight_BT = torch.where(finite_BT, torch.where(finite_BT, exponent_BT, 0.0).exp(), 0.0)
     # Where the clamp bites nothing may pull on the policy, so the weight's gradient goes as well.

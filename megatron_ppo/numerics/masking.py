@@ -1,7 +1,7 @@
 """Which tokens count, and sums over them that nothing at an excluded token can poison.
 
-Selection (`where`) always comes before arithmetic: multiplying by a mask turns NaN or inf at an excluded token into
-NaN, in the loss as well as in the gradient.
+Selection (`where`) always comes before arithmetic: multiplying by a mask turns NaN or inf at an excluded
+token into NaN, in the loss as well as in the gradient.
 
 Shape legend: B sequences, T token positions (right-padded).
 """
@@ -22,7 +22,8 @@ def trainable_mask(response_mask_BT: Tensor, sample_mask_B: Tensor) -> Tensor:
             raise ValueError(f"{name} must be bool, got {mask.dtype}")
     if response_mask_BT.dim() != 2 or sample_mask_B.shape != response_mask_BT.shape[:1]:
         raise ValueError(
-            f"masks must be [B, T] and [B], got {tuple(response_mask_BT.shape)} and {tuple(sample_mask_B.shape)}"
+            f"masks must be [B, T] and [B], got {tuple(response_mask_BT.shape)} "
+            f"and {tuple(sample_mask_B.shape)}"
         )
     mask_BT = response_mask_BT & sample_mask_B[:, None]
     mask_BT[:, :1] = False

@@ -1,7 +1,7 @@
 """Metrics that arrive in parts: one per microbatch and data-parallel rank, joined into one number per step.
 
-Losses produce parts; the model adapter joins those of the microbatches, gathers the joined ones of the ranks, joins
-again (`combine`), averages over minibatches (`over_minibatches`) and ends with `finalise`.
+Losses produce parts; the model adapter joins those of the microbatches, gathers the joined ones of the ranks,
+joins again (`combine`), averages over minibatches (`over_minibatches`) and ends with `finalise`.
 Invariant: the result does not depend on how the minibatch was split, because means travel as shares that were
 divided by the minibatch's global counts and therefore add up.
 """
@@ -52,7 +52,7 @@ def combine(parts: Iterable[Mapping[str, MetricPart]]) -> dict[str, MetricPart]:
 
 
 def over_minibatches(minibatches: Sequence[Mapping[str, MetricPart]]) -> dict[str, MetricPart]:
-    """Join the metrics of several optimizer steps: sums become means over those that have them, extrema stay."""
+    """Join the metrics of several optimizer steps: sums become means over the steps that have them."""
     joined = combine(minibatches)
     result: dict[str, MetricPart] = {}
     for name, part in joined.items():
@@ -65,7 +65,7 @@ def over_minibatches(minibatches: Sequence[Mapping[str, MetricPart]]) -> dict[st
 
 
 def finalise(parts: Mapping[str, MetricPart]) -> dict[str, float]:
-    """Plain numbers for the log: infinite extrema become -1.0; explained variance is added where its moments are."""
+    """Plain numbers for the log: infinite extrema become -1.0; explained variance joins its moments."""
     result: dict[str, float] = {}
     for name, part in parts.items():
         value = float(part.value)
@@ -83,16 +83,17 @@ def finalise(parts: Mapping[str, MetricPart]) -> dict[str, float]:
 def explained_variance_of_moments(
     *, values_mean: float, returns_mean: float, returns_sq_mean: float, residual_sq_mean: float
 ) -> float:
-    """1 - Var(R - V) / Var(R) from token means; a constant offset of V costs nothing. At most 1 up to rounding."""
+    """1 - Var(R - V) / Var(R) from token means; a constant offset of V costs nothing. At most 1."""
     returns_variance = returns_sq_mean - returns_mean**2
     residual_variance = residual_sq_mean - (returns_mean - values_mean) ** 2
     return 1.0 - residual_variance / max(returns_variance, VARIANCE_FLOOR)
 
 
 def explained_variance(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor) -> float:
-    """1 - Σ(R - V)² / Σ(R - mean R)² over masked-in tokens; unlike the form from moments, an offset of V counts.
+    """1 - Σ(R - V)² / Σ(R - mean R)² over masked-in tokens; an offset of V counts here.
 
-    The denominator's mean square is kept at 1e-8 or above, so equal returns that are predicted exactly give 1.
+    The denominator's mean square is kept at 1e-8 or above, so equal returns that are predicted
+    exactly give 1.
     """
     returns_BT = select(returns_BT, mask_BT, name="returns_BT").double()
     values_BT = select(values_BT, mask_BT, name="values_BT").double()
