@@ -103,7 +103,9 @@ class BroadcastGroup:
         self.device = device
         timeout = timedelta(seconds=spec.timeout_s)
         try:
-            tcp_store = store.tcp_store if store else dist.TCPStore(spec.host, spec.port, None, False, timeout)
+            tcp_store = (
+                store.tcp_store if store else dist.TCPStore(spec.host, spec.port, None, False, timeout)
+            )
             self._store = dist.PrefixStore(f"refit_{spec.generation}", tcp_store)
             self._group = _process_group(spec, self._store, rank, device)
         except RuntimeError as error:  # DistStoreError and gloo's errors both derive from it

@@ -1,0 +1,353 @@
+"""One vLLM engine: samples responses, scores sequences, and takes new weights without losing a request.
+
+Owns an AsyncLLM, the admission gate in front of it and the weight version that it serves. Driven on one asyncio loop
+by `ray_actors.engine_actor` or by a test. Implements `protocol.ports.RolloutEngine`.
+
+Invariants:
+- Every sampled token carries the version of the weights that sampled it, stamped by the engine core.
+- No request starts on key-value blocks of older weights: a request takes a cache salt that is new with every refit, and
+  requests that had not sampled yet when the weights changed are started again under the new salt.
+- After a failed refit nothing is served until a complete one has succeeded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from vllm import SamplingParams
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
+
+from megatron_ppo.inference.admission import AdmissionGate
+from megatron_ppo.inference.outputs import completion_of, prompt_logprobs_of, version_name
+from megatron_ppo.inference.vllm_adapter import (
+    EngineCoreMode,
+    build_async_llm,
+    engine_core_pids,
+    unstarted_requests,
+)
+from megatron_ppo.protocol.errors import EngineDeadError, GenerationError, MegatronPPOError, RefitError
+from megatron_ppo.protocol.trajectory import Completion, SamplingSettings
+from megatron_ppo.protocol.weights import RefitGroupSpec, WeightManifest
+
+logger = logging.getLogger(__name__)
+
+RefitMode = Literal["drain", "keep"]
+_WATCH_PERIOD_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineHealth:
+    """What the engine is doing. `version` is None until the first refit; `paused` means that nothing is admitted."""
+
+    version: int | None
+    running: int
+    waiting: int
+    paused: bool
+
+
+class VllmEngine:
+    """An AsyncLLM behind an admission gate.
+
+    Args:
+        model: folder in Hugging Face format.
+        dtype: "float32", "bfloat16" or "float16".
+        max_model_len: prompt plus response tokens.
+        max_num_seqs: most requests inside vLLM at once.
+        tensor_parallel_size: workers of this engine.
+        engine_core: "process" (stock) or "thread" (cheaper to start, cannot be killed).
+        kv_cache_memory_bytes: exact size of the key-value cache; None leaves it to vLLM (GPU only).
+        enforce_eager: skip compilation and graph capture.
+        extra_engine_args: further fields of vLLM's AsyncEngineArgs.
+        stop_token_ids: end a response, besides the end-of-sequence ids of the model's own configuration.
+        initial_version: version that the folder's weights count as; None serves nothing before the first refit.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        dtype: str = "float32",
+        max_model_len: int,
+        max_num_seqs: int = 64,
+        tensor_parallel_size: int = 1,
+        engine_core: EngineCoreMode = "process",
+        kv_cache_memory_bytes: int | None = None,
+        enforce_eager: bool = True,
+        extra_engine_args: Mapping[str, object] | None = None,
+        stop_token_ids: Sequence[int] = (),
+        initial_version: int | None = None,
+    ) -> None:
+        self._build_args = {
+            "model": model,
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "tensor_parallel_size": tensor_parallel_size,
+            "engine_core": engine_core,
+            "kv_cache_memory_bytes": kv_cache_memory_bytes,
+            "enforce_eager": enforce_eager,
+            "extra_engine_args": dict(extra_engine_args or {}),
+        }
+        self._stop_token_ids = list(stop_token_ids)
+        self._version = initial_version
+        self._gate = AdmissionGate(max_num_seqs)
+        self._llm: AsyncLLM | None = None
+        self._request_ids = itertools.count()
+        self._refits = 0
+        self._refit_mode: RefitMode | None = None
+        self._weights_complete = False
+        self._inside: set[str] = set()
+        self._to_restart: set[str] = set()
+
+    # --- life -------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Build vLLM; blocks the event loop for seconds. Serves at once only with an `initial_version`."""
+        self._llm = build_async_llm(**self._build_args)  # type: ignore[arg-type]
+        if self._version is not None:
+            await self._llm.update_weight_version(version_name(self._version))
+            self._gate.open()
+
+    async def watch(self) -> None:
+        """Run until shutdown. Raises: EngineDeadError within about a second of the core's death."""
+        while self._llm is not None:
+            self._live()
+            await asyncio.sleep(_WATCH_PERIOD_S)
+
+    async def health(self) -> EngineHealth:
+        """Raises: EngineDeadError."""
+        self._live()
+        return EngineHealth(
+            version=self._version,
+            running=self._gate.running,
+            waiting=self._gate.waiting,
+            paused=not self._gate.is_open,
+        )
+
+    async def pids(self) -> tuple[int, ...]:
+        """This process first, then the engine core and its workers where they are processes of their own."""
+        return (os.getpid(), *engine_core_pids(self._live()))
+
+    async def shutdown(self) -> None:
+        """Stop vLLM and its processes. Harmless when repeated."""
+        self._gate.close()
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown)
+
+    # --- sampling ---------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        seeds: Sequence[int],
+        sampling: SamplingSettings,
+        deadline_s: float,
+    ) -> list[Completion]:
+        """One completion per seed, in order. Time in front of a closed gate counts against `deadline_s`.
+
+        Raises: GenerationError after `deadline_s` or on a refused request; EngineDeadError when the core is gone.
+        """
+        self._live()
+        prompt = list(prompt_token_ids)
+        outputs = await self._before(
+            deadline_s,
+            [self._request(prompt, self._sampling_params(sampling, seed)) for seed in seeds],
+            what=f"{len(seeds)} responses to a prompt of {len(prompt)} tokens",
+        )
+        return [completion_of(output.outputs[0]) for output in outputs]
+
+    async def score(self, sequences: Sequence[Sequence[int]], *, deadline_s: float) -> list[list[float]]:
+        """Log-probs in nats, at temperature 1 and under the current weights, of every token after the first.
+
+        Computed afresh: vLLM reads no cached prefix for a request that asks for prompt log-probs.
+        Raises: as `generate`.
+        """
+        self._live()
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=0,
+            detokenize=False,
+            skip_reading_prefix_cache=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        outputs = await self._before(
+            deadline_s,
+            [self._request(list(sequence), params.clone()) for sequence in sequences],
+            what=f"the scores of {len(sequences)} sequences",
+        )
+        return [prompt_logprobs_of(output, list(seq)) for output, seq in zip(outputs, sequences, strict=True)]
+
+    def _sampling_params(self, sampling: SamplingSettings, seed: int) -> SamplingParams:
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_new_tokens,
+            seed=seed,
+            logprobs=0,
+            stop_token_ids=self._stop_token_ids,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    async def _before(
+        self, deadline_s: float, requests: list[Coroutine[Any, Any, RequestOutput]], *, what: str
+    ) -> list[RequestOutput]:
+        tasks = [asyncio.create_task(request) for request in requests]
+        if not tasks:
+            return []
+        try:
+            _, pending = await asyncio.wait(tasks, timeout=deadline_s, return_when=asyncio.FIRST_EXCEPTION)
+            for task in tasks:
+                if task.done() and (error := task.exception()) is not None:
+                    raise error
+            if pending:
+                raise GenerationError(
+                    f"{len(pending)} of {len(tasks)} requests unfinished after {deadline_s:.1f} s, "
+                    f"waiting for {what}; gate {'open' if self._gate.is_open else 'closed by a refit'}"
+                )
+            return [task.result() for task in tasks]
+        finally:
+            # Cancelling a request aborts it in the engine core; one that is done ignores it.
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _request(self, prompt: list[int], params: SamplingParams) -> RequestOutput:
+        while True:
+            async with self._gate.slot():
+                request_id = str(next(self._request_ids))
+                self._inside.add(request_id)
+                try:
+                    output = await self._run(request_id, prompt, params)
+                finally:
+                    self._inside.discard(request_id)
+                    restart = request_id in self._to_restart
+                    self._to_restart.discard(request_id)
+            if restart and output.outputs[0].finish_reason == "abort":
+                continue
+            return output
+
+    async def _run(self, request_id: str, prompt: list[int], params: SamplingParams) -> RequestOutput:
+        salted = {"prompt_token_ids": prompt, "cache_salt": f"{self._version}-{self._refits}"}
+        last: RequestOutput | None = None
+        try:
+            async for output in self._live().generate(salted, params.clone(), request_id=request_id):
+                last = output
+        except VllmEngineDeadError as error:
+            raise EngineDeadError(f"the vLLM engine core died: {error}") from error
+        except MegatronPPOError:
+            raise
+        except Exception as error:  # vLLM's own tree of request errors has no common base
+            self._live()
+            raise GenerationError(
+                f"the engine failed a request of {len(prompt)} prompt tokens: {error!r}"
+            ) from error
+        if last is None:
+            raise GenerationError("the engine ended a request without an output")
+        return last
+
+    # --- refit ------------------------------------------------------------------------------------------------
+
+    async def join_refit_group(self, spec: RefitGroupSpec) -> None:
+        """Every worker joins the group; returns when all members of all engines are there. Raises: RefitError."""
+        async with self._refit_errors("joining the refit group"):
+            await self._live().init_weight_transfer_engine(WeightTransferInitRequest(init_info=asdict(spec)))
+
+    async def begin_refit(self, *, mode: RefitMode, timeout_s: float) -> None:
+        """Stop sampling so that weights can change.
+
+        "drain" lets running requests finish under the old weights; "keep" freezes them where they are, and starts
+        again those that have not sampled yet. New requests wait in front of the gate in both.
+
+        Raises: RefitError after `timeout_s`; the gate then stays closed.
+        """
+        llm = self._live()
+        self._gate.close()
+        self._weights_complete = False
+        async with self._refit_errors(f"pausing ({mode})"), asyncio.timeout(timeout_s):
+            if mode == "drain":
+                await self._gate.drained(timeout_s=timeout_s)
+            await llm.pause_generation(mode="keep", clear_cache=False)
+            if restart := unstarted_requests(llm, self._inside):
+                self._to_restart |= restart
+                await llm.abort(restart)
+        self._refit_mode = mode
+
+    async def receive_weights(self, manifest: WeightManifest) -> None:
+        """Take a whole manifest from the sender; runs while the sender sends.
+
+        Raises: RefitError. The engine then stays paused, and a complete transfer over a new generation of the group
+            repairs it.
+        """
+        if self._refit_mode is None:
+            raise RefitError("receive_weights was called without begin_refit")
+        llm = self._live()
+        tensors = [[meta.name, list(meta.shape), meta.dtype] for meta in manifest.tensors]
+        update = {"tensors": tensors, "bucket_bytes": manifest.bucket_bytes}
+        self._weights_complete = False
+        async with self._refit_errors("receiving weights"):
+            await llm.start_weight_update()
+            await llm.update_weights(WeightTransferUpdateRequest(update_info=update))
+            await llm.finish_weight_update()
+        self._weights_complete = True
+
+    async def commit_refit(self, *, version: int, recompute_kv: bool) -> None:
+        """Serve the received weights as `version` and let requests in again.
+
+        Args:
+            recompute_kv: frozen requests compute their key-value cache again under the new weights; otherwise they
+                go on with a cache that mixes versions. Cached prefixes are dropped in both cases.
+        Raises: RefitError when no complete set of weights has arrived since `begin_refit`.
+        """
+        if self._refit_mode is None or not self._weights_complete:
+            raise RefitError(f"version {version} has not arrived completely; the engine stays paused")
+        llm = self._live()
+        clear_running = recompute_kv or self._refit_mode == "drain"
+        async with self._refit_errors(f"switching to version {version}"):
+            await llm.update_weight_version(version_name(version))
+            # With requests that keep their blocks this does nothing; the new salt hides the old blocks then.
+            await llm.reset_prefix_cache(reset_running_requests=clear_running)
+            await llm.resume_generation()
+        self._version = version
+        self._refits += 1
+        self._refit_mode = None
+        self._weights_complete = False
+        self._gate.open()
+
+    @asynccontextmanager
+    async def _refit_errors(self, doing: str) -> AsyncIterator[None]:
+        try:
+            yield
+        except VllmEngineDeadError as error:
+            raise EngineDeadError(f"the vLLM engine core died while {doing}: {error}") from error
+        except EngineDeadError:
+            raise
+        except TimeoutError as error:
+            raise RefitError(f"the engine ran out of time while {doing}") from error
+        except Exception as error:  # worker errors cross vLLM's RPC as plain Exception
+            self._live()
+            raise RefitError(f"the engine failed while {doing}: {error}") from error
+
+    def _live(self) -> AsyncLLM:
+        if self._llm is None:
+            raise EngineDeadError(
+                "the engine is not running: start() has not returned, or shutdown() was called"
+            )
+        if self._llm.errored:
+            raise EngineDeadError("the vLLM engine core died")
+        return self._llm

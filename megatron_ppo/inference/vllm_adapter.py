@@ -1,0 +1,95 @@
+"""The functions that touch parts of vLLM which are not its public API, each naming the versions it was read against.
+
+Driven by `inference.engine` alone; everything else there uses AsyncLLM's documented methods.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Mapping
+from typing import Literal
+
+import psutil
+from vllm.config import WeightTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from megatron_ppo.inference.thread_core import engine_core_in_thread
+from megatron_ppo.inference.worker_extension import BACKEND, WorkerExtension
+from megatron_ppo.protocol.errors import ConfigError
+
+EngineCoreMode = Literal["process", "thread"]
+
+
+def build_async_llm(
+    *,
+    model: str,
+    dtype: str,
+    max_model_len: int,
+    max_num_seqs: int,
+    tensor_parallel_size: int,
+    engine_core: EngineCoreMode,
+    kv_cache_memory_bytes: int | None,
+    enforce_eager: bool,
+    extra_engine_args: Mapping[str, object],
+) -> AsyncLLM:
+    """Build and start vLLM. Blocks for seconds; call it on the event loop that will use the engine.
+
+    Raises: ConfigError on CPU without an explicit key-value cache size.
+    """
+    if kv_cache_memory_bytes is None and current_platform.is_cpu():
+        raise ConfigError(
+            "inference.engine.kv_cache_memory_bytes must be set on CPU: left out, vLLM takes 92 % of all memory"
+        )
+    args: dict[str, object] = {
+        "model": model,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "tensor_parallel_size": tensor_parallel_size,
+        "distributed_executor_backend": "uni" if tensor_parallel_size == 1 else "mp",
+        "kv_cache_memory_bytes": kv_cache_memory_bytes,
+        "enforce_eager": enforce_eager,
+        # Token ids in, token ids out: the engine needs no tokenizer, and end-of-sequence comes from the model's
+        # own configuration.
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        # The log-prob of the distribution that a token was sampled from, temperature included.
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
+        **extra_engine_args,
+    }
+    in_thread = engine_core_in_thread() if engine_core == "thread" else contextlib.nullcontext()
+    with in_thread:
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**args))  # type: ignore[arg-type]
+
+
+def unstarted_requests(llm: AsyncLLM, request_ids: Collection[str]) -> set[str]:
+    """Those of `request_ids` whose first token has not come back yet.
+
+    vllm 0.32 and 0.33 keep the flag in `output_processor.request_states`, keyed by an internal id.
+    """
+    wanted = set(request_ids)
+    return {
+        state.external_req_id
+        for state in llm.output_processor.request_states.values()
+        if state.is_prefilling and state.external_req_id in wanted
+    }
+
+
+def engine_core_pids(llm: AsyncLLM) -> tuple[int, ...]:
+    """Process ids of the engine core and of its workers; empty when the core is a thread of this process.
+
+    vllm 0.32 and 0.33 keep the processes in `engine_core.resources.engine_manager`.
+    """
+    manager = llm.engine_core.resources.engine_manager
+    pids: list[int] = []
+    for process in [] if manager is None else manager.processes:
+        if process.pid is None:
+            continue
+        pids.append(process.pid)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            pids.extend(child.pid for child in psutil.Process(process.pid).children(recursive=True))
+    return tuple(pids)
