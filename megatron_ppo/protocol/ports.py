@@ -68,3 +68,7 @@ class Replay(Protocol):
     async def release(self, reservation: Reservation, *, reason: str) -> None:
         """Give a slot back; its ordinal becomes pending again. Harmless when repeated."""
         ...
+
+    async def fail(self, message: str) -> None:
+        """Report that the collector died of `message`: the learner's present and later waits raise it."""
+        ...

@@ -1,0 +1,245 @@
+"""Collector: keeps every free slot of the window busy, group by group.
+
+Owns the running rollouts and the failure rule. Driven by `run`, which its process awaits; the other methods may be
+called at any time from the same event loop. A group is committed as soon as it is complete, so a slow one holds
+nobody but itself.
+
+Invariant: a reservation that was handed to the collector is committed or released, whatever happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from megatron_ppo.collector.rollout import GroupRollout
+from megatron_ppo.collector.stats import CollectorStats, StatsRecorder
+from megatron_ppo.protocol.errors import GenerationError, PartDiedError, WaitTimeoutError
+from megatron_ppo.protocol.ports import PromptStream, Replay, RolloutEngine, Scorer
+from megatron_ppo.protocol.trajectory import Reservation, SamplingSettings
+
+logger = logging.getLogger(__name__)
+
+
+class Collector:
+    """The loop reserve → roll out → score → commit.
+
+    consumes: free slots from `replay`, prompts by ordinal.   produces: committed prompt groups.
+    waits for: a free slot in the window; fewer than `max_concurrent_groups` rollouts; `resume` while paused.
+    unblocked by: the learner opening the window, a rollout ending, `resume`, `stop`.
+
+    Args:
+        max_concurrent_groups: rollouts at the same time; enough to keep every engine slot busy.
+        max_generation_failures: a group that used up its retries is released and counted. The run ends when more
+            than this many fail in a row, or when one prompt fails more than this many times.
+        reserve_timeout_s: how long one request for slots may wait; `stop` and `pause` take effect within it.
+        For the others see `GroupRollout`.
+    """
+
+    def __init__(
+        self,
+        *,
+        replay: Replay,
+        engine: RolloutEngine,
+        scorer: Scorer,
+        prompts: PromptStream,
+        num_generations: int,
+        sampling: SamplingSettings,
+        seed: int,
+        max_concurrent_groups: int,
+        deadline_s: float,
+        scoring_deadline_s: float = 60.0,
+        max_retries: int = 1,
+        retry_backoff_s: float = 0.5,
+        max_generation_failures: int = 0,
+        scorer_threads: int = 1,
+        reserve_timeout_s: float = 0.5,
+    ) -> None:
+        if max_concurrent_groups < 1:
+            raise ValueError(f"max_concurrent_groups must be >= 1, got {max_concurrent_groups}")
+        self._recorder = StatsRecorder()
+        self._rollout = GroupRollout(
+            engine=engine,
+            scorer=scorer,
+            prompts=prompts,
+            num_generations=num_generations,
+            sampling=sampling,
+            seed=seed,
+            deadline_s=deadline_s,
+            scoring_deadline_s=scoring_deadline_s,
+            max_retries=max_retries,
+            retry_backoff_s=retry_backoff_s,
+            scorer_threads=scorer_threads,
+            recorder=self._recorder,
+        )
+        self._replay = replay
+        self._max_concurrent_groups = max_concurrent_groups
+        self._max_generation_failures = max_generation_failures
+        self._reserve_timeout_s = reserve_timeout_s
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Condition()
+        self._paused = False
+        self._stopping = False
+        self._reserving = False
+        self._finished = False
+        self._started = False
+        self._failure: BaseException | None = None
+        self._failures_of: dict[int, int] = {}
+
+    async def run(self) -> None:
+        """Collect until `stop`. Awaited once.
+
+        Raises: PartDiedError with the cause (ordinal, target step, error) when collection cannot go on; the replay
+            buffer has been told before.
+        """
+        if self._started:
+            raise RuntimeError("run() may be awaited only once per collector")
+        self._started = True
+        lag_probe = asyncio.create_task(self._recorder.watch_loop_lag(), name="loop-lag")
+        try:
+            await self._dispatch_until_stopped()
+        finally:
+            lag_probe.cancel()
+            await self._cancel_rollouts()
+            self._rollout.close()
+            self._finished = True
+            await self._notify()
+        if self._failure is not None:
+            message = str(self._failure)
+            await self._replay.fail(message)
+            raise PartDiedError(f"collection failed: {message}") from self._failure
+
+    async def pause(self, *, timeout_s: float) -> None:
+        """Dispatch nothing until `resume`; returns when no dispatch can happen any more. Running rollouts go on."""
+        self._paused = True
+        await self._wait_for(lambda: not self._reserving, timeout_s, "the collector to pause")
+
+    async def resume(self) -> None:
+        """Dispatch again."""
+        self._paused = False
+        await self._notify()
+
+    async def drain(self, *, timeout_s: float) -> None:
+        """Pause, then wait until every running rollout has been committed or released."""
+        await self.pause(timeout_s=timeout_s)
+        await self._wait_for(lambda: not self._tasks, timeout_s, "running rollouts to end")
+
+    async def stop(self, *, timeout_s: float) -> None:
+        """Cancel running rollouts, release their reservations, and return when `run` has ended."""
+        self._stopping = True
+        await self._notify()
+        if self._started:
+            await self._wait_for(lambda: self._finished, timeout_s, "the collector to stop")
+
+    def stats(self) -> CollectorStats:
+        """Totals since the start."""
+        return self._recorder.snapshot(in_flight=len(self._tasks))
+
+    async def _dispatch_until_stopped(self) -> None:
+        while not self._must_end():
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._may_dispatch() or self._must_end())
+            if self._must_end():
+                return
+            reservations = await self._reserve()
+            if self._must_end():
+                for reservation in reservations:
+                    await self._replay.release(reservation, reason="the collector stopped")
+                return
+            for reservation in reservations:
+                self._start(reservation)
+
+    async def _reserve(self) -> list[Reservation]:
+        start = time.monotonic()
+        self._reserving = True
+        try:
+            reservations = await self._replay.reserve(
+                limit=self._max_concurrent_groups - len(self._tasks), timeout_s=self._reserve_timeout_s
+            )
+        except PartDiedError as error:
+            self._failure = self._failure or error
+            return []
+        finally:
+            self._reserving = False
+            self._recorder.add(window_wait_s=time.monotonic() - start)
+            await self._notify()
+        return reservations
+
+    def _start(self, reservation: Reservation) -> None:
+        name = f"ordinal {reservation.ordinal} for step {reservation.target_step}"
+        task = asyncio.create_task(self._collect(reservation), name=name)
+        self._tasks.add(task)
+
+    async def _collect(self, reservation: Reservation) -> None:
+        """One rollout; never raises. What ends the run is kept in `_failure`."""
+        committed = False
+        reason = "the collector stopped"
+        try:
+            group = await self._rollout.roll_out(reservation)
+            await self._replay.commit(group)
+            committed = True
+            tokens = sum(len(trajectory.completion.token_ids) for trajectory in group.trajectories)
+            self._recorder.succeeded(trajectories=len(group.trajectories), response_tokens=tokens)
+            self._failures_of.pop(reservation.ordinal, None)
+        except asyncio.CancelledError:
+            logger.info("ordinal %d: rollout cancelled", reservation.ordinal)
+        except GenerationError as error:
+            reason = f"generation failed: {error}"
+            self._count_failure(reservation, error)
+        except Exception as error:  # the border of the process: what ends the run is raised by `run`
+            reason = f"{type(error).__name__}: {error}"
+            self._record_fatal(reservation, error)
+        finally:
+            if not committed:
+                await self._replay.release(reservation, reason=reason)
+            self._tasks.discard(asyncio.current_task())  # type: ignore[arg-type]
+            await self._notify()
+
+    def _count_failure(self, reservation: Reservation, error: GenerationError) -> None:
+        if self._stopping:
+            return
+        in_a_row = self._recorder.failed()
+        of_this_prompt = self._failures_of.get(reservation.ordinal, 0) + 1
+        self._failures_of[reservation.ordinal] = of_this_prompt
+        logger.warning(
+            "ordinal %d failed for step %d: %s", reservation.ordinal, reservation.target_step, error
+        )
+        if max(in_a_row, of_this_prompt) > self._max_generation_failures:
+            self._record_fatal(reservation, error, f"{in_a_row} in a row, {of_this_prompt} of this prompt")
+
+    def _record_fatal(self, reservation: Reservation, error: Exception, count: str | None = None) -> None:
+        if self._stopping or self._failure is not None:
+            return
+        limit = f" ({count}; max_generation_failures={self._max_generation_failures})" if count else ""
+        failure = PartDiedError(
+            f"prompt ordinal {reservation.ordinal} for step {reservation.target_step}{limit}: "
+            f"{type(error).__name__}: {error}"
+        )
+        failure.__cause__ = error
+        self._failure = failure
+        logger.error("collection ends: %s", failure, exc_info=error)
+
+    async def _cancel_rollouts(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _must_end(self) -> bool:
+        return self._stopping or self._failure is not None
+
+    def _may_dispatch(self) -> bool:
+        return not self._paused and len(self._tasks) < self._max_concurrent_groups
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _wait_for(self, predicate: object, timeout_s: float, what: str) -> None:
+        assert callable(predicate)
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(predicate)
+        except TimeoutError as error:
+            raise WaitTimeoutError(f"waited {timeout_s:.1f} s for {what}; {self.stats()}") from error

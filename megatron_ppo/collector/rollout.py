@@ -1,0 +1,159 @@
+"""One prompt group from reservation to finished record: generate with retries, score off the event loop.
+
+Owns the retry rule and the scoring threads. Driven by the collector, which decides what a failure means.
+Invariant: a group is whole or an error; a failed response never becomes an empty one with reward 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from megatron_ppo.collector.seeds import sample_seed
+from megatron_ppo.collector.stats import StatsRecorder
+from megatron_ppo.protocol.errors import GenerationError, GroupMismatchError, NonFiniteError, WaitTimeoutError
+from megatron_ppo.protocol.ports import PromptStream, RolloutEngine, Scorer
+from megatron_ppo.protocol.trajectory import (
+    Completion,
+    Prompt,
+    PromptGroup,
+    Reservation,
+    SamplingSettings,
+    Trajectory,
+)
+
+logger = logging.getLogger(__name__)
+
+# The engine enforces the deadline itself; this is for a client whose answer never comes.
+DEADLINE_GRACE_S = 5.0
+
+
+class GroupRollout:
+    """Turns reservations into prompt groups.
+
+    Args:
+        num_generations: G, responses per prompt.   seed: of the run; see `sample_seed`.
+        deadline_s: limit of one generation attempt.   scoring_deadline_s: limit of scoring one group.
+        max_retries: further attempts after a GenerationError.   retry_backoff_s: wait before the first; it doubles.
+        scorer_threads: groups that may be scored at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: RolloutEngine,
+        scorer: Scorer,
+        prompts: PromptStream,
+        num_generations: int,
+        sampling: SamplingSettings,
+        seed: int,
+        deadline_s: float,
+        scoring_deadline_s: float,
+        max_retries: int,
+        retry_backoff_s: float,
+        scorer_threads: int,
+        recorder: StatsRecorder,
+    ) -> None:
+        self._engine = engine
+        self._scorer = scorer
+        self._prompts = prompts
+        self._num_generations = num_generations
+        self._sampling = sampling
+        self._seed = seed
+        self._deadline_s = deadline_s
+        self._scoring_deadline_s = scoring_deadline_s
+        self._max_retries = max_retries
+        self._retry_backoff_s = retry_backoff_s
+        self._recorder = recorder
+        self._threads = ThreadPoolExecutor(scorer_threads, thread_name_prefix="scorer")
+
+    def close(self) -> None:
+        """Stop taking scoring work; a running scorer is not waited for."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def roll_out(self, reservation: Reservation) -> PromptGroup:
+        """Generate and score the group of `reservation`.
+
+        Raises: GenerationError after the last retry; NonFiniteError for a reward that is NaN or infinite;
+            WaitTimeoutError when scoring exceeds its limit; whatever the scorer or a dead engine raises.
+        """
+        prompt = self._prompts.prompt_at(reservation.ordinal)
+        started_at = time.time()
+        completions = await self._generate_with_retries(prompt)
+        finished_at = time.time()
+        rewards = await self._score(prompt, completions)
+        trajectories = tuple(
+            Trajectory(prompt_token_ids=prompt.token_ids, completion=completion, reward=reward)
+            for completion, reward in zip(completions, rewards, strict=True)
+        )
+        return PromptGroup(
+            ordinal=reservation.ordinal,
+            target_step=reservation.target_step,
+            opened_at_step=reservation.opened_at_step,
+            trajectories=trajectories,
+            started_at=started_at,
+            finished_at=finished_at,
+        )
+
+    async def _generate_with_retries(self, prompt: Prompt) -> list[Completion]:
+        backoff_s = self._retry_backoff_s
+        for attempt in range(self._max_retries + 1):
+            try:
+                with self._recorder.generating():
+                    return await self._generate(prompt)
+            except GenerationError as error:
+                if attempt == self._max_retries:
+                    raise
+                logger.warning(
+                    "ordinal %d: attempt %d failed, retrying: %s", prompt.ordinal, attempt + 1, error
+                )
+                self._recorder.add(retries=1)
+                await asyncio.sleep(backoff_s)
+                backoff_s *= 2
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _generate(self, prompt: Prompt) -> list[Completion]:
+        limit_s = self._deadline_s + DEADLINE_GRACE_S
+        seeds = [sample_seed(self._seed, prompt.ordinal, sample) for sample in range(self._num_generations)]
+        try:
+            async with asyncio.timeout(limit_s):
+                completions = await self._engine.generate(
+                    prompt.token_ids, seeds=seeds, sampling=self._sampling, deadline_s=self._deadline_s
+                )
+        except TimeoutError as error:
+            raise GenerationError(
+                f"the engine did not answer for prompt ordinal {prompt.ordinal} within {limit_s:.1f} s"
+            ) from error
+        if len(completions) != self._num_generations:
+            raise GroupMismatchError(
+                f"the engine returned {len(completions)} responses to prompt ordinal {prompt.ordinal}, "
+                f"asked for {self._num_generations}"
+            )
+        return completions
+
+    async def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
+        """Rewards in reward units, one per response, computed in a thread because scoring is CPU work."""
+        start = time.monotonic()
+        work = asyncio.get_running_loop().run_in_executor(self._threads, self._score_all, prompt, completions)
+        try:
+            async with asyncio.timeout(self._scoring_deadline_s):
+                return await work
+        except TimeoutError as error:
+            raise WaitTimeoutError(
+                f"scoring of prompt ordinal {prompt.ordinal} did not finish within {self._scoring_deadline_s:.1f} s"
+            ) from error
+        finally:
+            self._recorder.add(scoring_group_s=time.monotonic() - start)
+
+    def _score_all(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
+        rewards = [float(self._scorer(prompt, completion.token_ids)) for completion in completions]
+        if not all(math.isfinite(reward) for reward in rewards):
+            raise NonFiniteError(
+                f"rewards of prompt ordinal {prompt.ordinal} are {rewards}, must all be finite",
+                (prompt.ordinal,),
+            )
+        return rewards

@@ -1,0 +1,166 @@
+"""ReplayService: the buffer for concurrent callers in one event loop.
+
+Owns the waiting. Driven by the collector (reserve, commit, release, fail) and by the learner (open, take, snapshot,
+restore), directly in one process or through an actor.
+
+Invariant: a wake-up cannot be lost. Every change of the buffer happens between two awaits and notifies all waiters of
+the one condition; every waiter re-evaluates its own predicate; every wait is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from megatron_ppo.protocol.errors import PartDiedError, WaitTimeoutError
+from megatron_ppo.protocol.trajectory import PromptGroup, Reservation
+from megatron_ppo.replay.buffer import PromptGroupBuffer
+from megatron_ppo.replay.state import from_json, to_json
+from megatron_ppo.replay.status import BufferStatus, ContentDiagnostics, diagnose
+
+logger = logging.getLogger(__name__)
+
+
+class ReplayService:
+    """Asynchronous front of one `PromptGroupBuffer`; implements `protocol.ports.Replay`.
+
+    consumes: groups from the collector.   produces: complete target steps for the learner.
+    waits for: `reserve` for a free slot in the window, `take` for the last group of its target.
+    unblocked by: `open`, `commit`, `release`, `restore`, `fail`, or the time limit.
+    """
+
+    def __init__(self, buffer: PromptGroupBuffer) -> None:
+        self._buffer = buffer
+        self._changed = asyncio.Condition()
+        self._failure: str | None = None
+        self._reserved_at: dict[int, float] = {}
+
+    async def reserve(self, *, limit: int, timeout_s: float) -> list[Reservation]:
+        """See `Replay.reserve`. Raises: PartDiedError after `fail`."""
+        reservations: list[Reservation] = []
+
+        def reserve_some() -> bool:
+            self._raise_failure()
+            reservations.extend(self._buffer.reserve(limit))
+            return bool(reservations)
+
+        await self._wait(reserve_some, timeout_s)
+        now = time.monotonic()
+        self._reserved_at.update({reservation.ordinal: now for reservation in reservations})
+        return reservations
+
+    async def commit(self, group: PromptGroup) -> None:
+        """See `Replay.commit`."""
+        async with self._changed:
+            self._buffer.commit(group)
+            self._reserved_at.pop(group.ordinal, None)
+            self._changed.notify_all()
+
+    async def release(self, reservation: Reservation, *, reason: str) -> None:
+        """See `Replay.release`."""
+        async with self._changed:
+            if self._buffer.release(reservation, reason=reason):
+                logger.info(
+                    "ordinal %d of step %d released: %s", reservation.ordinal, reservation.target_step, reason
+                )
+                self._reserved_at.pop(reservation.ordinal, None)
+                self._changed.notify_all()
+
+    async def open(self, *, step: int, frontier: int) -> None:
+        """Announce the learner's step and let targets up to `frontier` be reserved."""
+        async with self._changed:
+            self._buffer.open(step, frontier)
+            self._changed.notify_all()
+
+    async def take(self, *, target_step: int, timeout_s: float) -> list[PromptGroup]:
+        """The N groups of `target_step`, first finished first; they count as trained from here on.
+
+        Raises: PartDiedError with the collector's cause after `fail`; WaitTimeoutError after `timeout_s`, with what
+            is missing; GroupMismatchError if the step can never be taken.
+        """
+        groups: list[PromptGroup] = []
+
+        def take_all() -> bool:
+            self._raise_failure()
+            groups.extend(self._buffer.take(target_step) or ())
+            return bool(groups)
+
+        if not await self._wait(take_all, timeout_s):
+            raise WaitTimeoutError(f"waited {timeout_s:.1f} s for groups: {self.describe(target_step)}")
+        self._forget_times()
+        return groups
+
+    async def fail(self, message: str) -> None:
+        """Record that the collector died of `message`; every present and later wait raises it. The first one stays."""
+        async with self._changed:
+            self._failure = self._failure or message
+            self._changed.notify_all()
+
+    async def snapshot(self) -> str:
+        """One atomic snapshot of buffer, targets, ledger and prompt position, as JSON text."""
+        return to_json(self._buffer.state())
+
+    async def restore(self, snapshot: str | None, *, resume_step: int) -> None:
+        """Continue from a snapshot, or with an empty buffer, at `resume_step` completed steps.
+
+        Raises: CheckpointError, GroupMismatchError as `PromptGroupBuffer.restore`.
+        """
+        if snapshot is None:
+            if resume_step:
+                logger.warning(
+                    "no replay snapshot for step %d: the prompt stream starts at its beginning", resume_step
+                )
+            return
+        async with self._changed:
+            report = self._buffer.restore(from_json(snapshot), resume_step=resume_step)
+            logger.info("replay buffer restored: %s", report)
+            self._changed.notify_all()
+
+    async def status(self) -> BufferStatus:
+        """Where every open slot and ordinal is."""
+        return self._buffer.status()
+
+    async def diagnostics(self) -> ContentDiagnostics:
+        """Distributions over the stored groups."""
+        return diagnose(self._buffer.groups())
+
+    async def trained_ordinals(self) -> tuple[int, ...]:
+        """Every ordinal trained so far, ascending."""
+        return self._buffer.trained_ordinals()
+
+    def describe(self, target_step: int) -> str:
+        """Why `target_step` is not complete, naming what is pending and for how long."""
+        now = time.monotonic()
+        oldest = min(self._reserved_at, key=self._reserved_at.__getitem__, default=None)
+        longest = (
+            "nothing in flight"
+            if oldest is None
+            else f"longest in flight: ordinal {oldest}, {now - self._reserved_at[oldest]:.1f} s"
+        )
+        return f"{self._buffer.status().describe(target_step)}; {longest}"
+
+    async def _wait(self, attempt: Callable[[], bool], timeout_s: float) -> bool:
+        """Repeat `attempt` at every change until it succeeds or time is up; whether it succeeded.
+
+        `attempt` changes the buffer only when it succeeds. Reserving and taking never unblock another waiter, so
+        success needs no notification.
+        """
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                # Cancellation can only arrive at the await, never between a successful attempt and the return.
+                while not attempt():
+                    await self._changed.wait()
+                return True
+        except TimeoutError:
+            # The change that was waited for may have come together with the time limit.
+            return attempt()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise PartDiedError(f"the collector stopped: {self._failure}")
+
+    def _forget_times(self) -> None:
+        open_ordinals = {q for ordinals in self._buffer.status().reserved.values() for q in ordinals}
+        self._reserved_at = {q: at for q, at in self._reserved_at.items() if q in open_ordinals}
