@@ -38,6 +38,15 @@ _RESERVED_KEYS = frozenset({"step", "time_unix_s", "bottleneck"})
 class Sink(Protocol):
     """Receives every finished row. Lives on rank 0 only."""
 
+    def start(self, *, next_step: int) -> None:
+        """Called once, before the first row, whose `step` will be `next_step`.
+
+        That is 0 or 1 for a new run, else one more than the completed steps of the checkpoint that the run
+        continues from. Rows that an earlier process wrote at or beyond it are out of date: those steps run
+        again.
+        """
+        ...
+
     def write(self, row: Mapping[str, MetricValue]) -> None:
         """Store or show one row; `step` is the number of completed steps."""
         ...
@@ -198,6 +207,7 @@ class Telemetry:
             raise ValueError(f"num_trainer_ranks must be >= 1, got {num_trainer_ranks}")
         self._sinks = tuple(sinks)
         self._num_trainer_ranks = num_trainer_ranks
+        self._started = False
 
     def before_first_step(self) -> StepLog:
         """The log of row 0, of the validation before step 1. Its timers become `timing/setup/...`."""
@@ -229,6 +239,10 @@ class Telemetry:
             raise failures[0]
 
     def _log(self, completed_steps: int) -> StepLog:
+        if not self._started:
+            self._started = True
+            for sink in self._sinks:
+                sink.start(next_step=completed_steps)
         return StepLog(
             completed_steps=completed_steps, sinks=self._sinks, num_trainer_ranks=self._num_trainer_ranks
         )
