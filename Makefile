@@ -46,7 +46,7 @@ define install
 		echo "Creating $(1) with $(2)"; \
 		"$(2)" -m venv --clear $(1) || { echo "$(2) cannot create a virtual environment; Debian and Ubuntu have that in the package python3-venv" >&2; exit 1; }; \
 	fi
-	@echo "Installing into $(1): about 1.9 GB, or 5 GB when pip finds the CUDA build of torch"
+	@echo "Installing into $(1): about 2.4 GB, or 5.4 GB when pip finds the CUDA build of torch. This takes minutes."
 	@rm -f $(1)/.setup-*
 	$(1)/bin/python -m pip install --quiet $(PIP_ARGS) -r requirements/cpu.txt -r requirements/dev.txt
 	$(1)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps -r $(4)
