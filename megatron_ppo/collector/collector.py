@@ -1,8 +1,8 @@
 """Collector: keeps every free slot of the window busy, group by group.
 
-Owns the running rollouts and the failure rule. Driven by `run`, which its process awaits; the other methods may be
-called at any time from the same event loop. A group is committed as soon as it is complete, so a slow one holds
-nobody but itself.
+Owns the running rollouts and the failure rule. Driven by `run`, which its process awaits; the other methods
+may be called at any time from the same event loop. A group is committed as soon as it is complete, so a slow
+one holds nobody but itself.
 
 Invariant: a reservation that was handed to the collector is committed or released, whatever happens.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 from megatron_ppo.collector.rollout import GroupRollout
 from megatron_ppo.collector.stats import CollectorStats, StatsRecorder
@@ -31,8 +32,8 @@ class Collector:
 
     Args:
         max_concurrent_groups: rollouts at the same time; enough to keep every engine slot busy.
-        max_generation_failures: a group that used up its retries is released and counted. The run ends when more
-            than this many fail in a row, or when one prompt fails more than this many times.
+        max_generation_failures: a group that used up its retries is released and counted. The run ends when
+            more than this many fail in a row, or when one prompt fails more than this many times.
         reserve_timeout_s: how long one request for slots may wait; `stop` and `pause` take effect within it.
         For the others see `GroupRollout`.
     """
@@ -84,14 +85,14 @@ class Collector:
         self._reserving = False
         self._finished = False
         self._started = False
-        self._failure: BaseException | None = None
+        self._failure: PartDiedError | None = None
         self._failures_of: dict[int, int] = {}
 
     async def run(self) -> None:
         """Collect until `stop`. Awaited once.
 
-        Raises: PartDiedError with the cause (ordinal, target step, error) when collection cannot go on; the replay
-            buffer has been told before.
+        Raises: PartDiedError with the cause (ordinal, target step, error) when collection cannot go on; the
+            replay buffer has been told before.
         """
         if self._started:
             raise RuntimeError("run() may be awaited only once per collector")
@@ -99,6 +100,8 @@ class Collector:
         lag_probe = asyncio.create_task(self._recorder.watch_loop_lag(), name="loop-lag")
         try:
             await self._dispatch_until_stopped()
+        except Exception as error:  # the border of the process: kept, reported and raised below
+            self._keep_failure(PartDiedError(f"{type(error).__name__}: {error}"), error)
         finally:
             lag_probe.cancel()
             await self._cancel_rollouts()
@@ -106,12 +109,11 @@ class Collector:
             self._finished = True
             await self._notify()
         if self._failure is not None:
-            message = str(self._failure)
-            await self._replay.fail(message)
-            raise PartDiedError(f"collection failed: {message}") from self._failure
+            await self._report(self._failure)
+            raise PartDiedError(f"collection failed: {self._failure}") from self._failure
 
     async def pause(self, *, timeout_s: float) -> None:
-        """Dispatch nothing until `resume`; returns when no dispatch can happen any more. Running rollouts go on."""
+        """Dispatch nothing until `resume`; returns when nothing can be dispatched. Running rollouts go on."""
         self._paused = True
         await self._wait_for(lambda: not self._reserving, timeout_s, "the collector to pause")
 
@@ -157,9 +159,6 @@ class Collector:
             reservations = await self._replay.reserve(
                 limit=self._max_concurrent_groups - len(self._tasks), timeout_s=self._reserve_timeout_s
             )
-        except PartDiedError as error:
-            self._failure = self._failure or error
-            return []
         finally:
             self._reserving = False
             self._recorder.add(window_wait_s=time.monotonic() - start)
@@ -192,9 +191,15 @@ class Collector:
             self._record_fatal(reservation, error)
         finally:
             if not committed:
-                await self._replay.release(reservation, reason=reason)
-            self._tasks.discard(asyncio.current_task())  # type: ignore[arg-type]
+                await self._release(reservation, reason)
+            self._tasks.discard(asyncio.current_task())
             await self._notify()
+
+    async def _release(self, reservation: Reservation, reason: str) -> None:
+        try:
+            await self._replay.release(reservation, reason=reason)
+        except Exception as error:  # the buffer is gone; the rollout must still end, and `run` raises
+            self._record_fatal(reservation, error)
 
     def _count_failure(self, reservation: Reservation, error: GenerationError) -> None:
         if self._stopping:
@@ -209,16 +214,25 @@ class Collector:
             self._record_fatal(reservation, error, f"{in_a_row} in a row, {of_this_prompt} of this prompt")
 
     def _record_fatal(self, reservation: Reservation, error: Exception, count: str | None = None) -> None:
-        if self._stopping or self._failure is not None:
-            return
         limit = f" ({count}; max_generation_failures={self._max_generation_failures})" if count else ""
         failure = PartDiedError(
             f"prompt ordinal {reservation.ordinal} for step {reservation.target_step}{limit}: "
             f"{type(error).__name__}: {error}"
         )
-        failure.__cause__ = error
+        self._keep_failure(failure, error)
+
+    def _keep_failure(self, failure: PartDiedError, cause: Exception) -> None:
+        if self._stopping or self._failure is not None:
+            return
+        failure.__cause__ = cause
         self._failure = failure
-        logger.error("collection ends: %s", failure, exc_info=error)
+        logger.error("collection ends: %s", failure, exc_info=cause)
+
+    async def _report(self, failure: PartDiedError) -> None:
+        try:
+            await self._replay.fail(str(failure))
+        except Exception as error:  # the buffer is gone too; what `run` raises must stay the first cause
+            logger.error("the replay buffer could not be told: %s", error)
 
     async def _cancel_rollouts(self) -> None:
         tasks = list(self._tasks)
@@ -236,8 +250,7 @@ class Collector:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _wait_for(self, predicate: object, timeout_s: float, what: str) -> None:
-        assert callable(predicate)
+    async def _wait_for(self, predicate: Callable[[], bool], timeout_s: float, what: str) -> None:
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(predicate)

@@ -38,7 +38,8 @@ class GroupRollout:
     Args:
         num_generations: G, responses per prompt.   seed: of the run; see `sample_seed`.
         deadline_s: limit of one generation attempt.   scoring_deadline_s: limit of scoring one group.
-        max_retries: further attempts after a GenerationError.   retry_backoff_s: wait before the first; it doubles.
+        max_retries: further attempts after a GenerationError.   retry_backoff_s: wait before the first; it
+            doubles.
         scorer_threads: groups that may be scored at once.
     """
 
@@ -144,7 +145,7 @@ class GroupRollout:
                 return await work
         except TimeoutError as error:
             raise WaitTimeoutError(
-                f"scoring of prompt ordinal {prompt.ordinal} did not finish within {self._scoring_deadline_s:.1f} s"
+                f"scoring of prompt ordinal {prompt.ordinal} took more than {self._scoring_deadline_s:.1f} s"
             ) from error
         finally:
             self._recorder.add(scoring_group_s=time.monotonic() - start)

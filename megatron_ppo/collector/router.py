@@ -1,7 +1,7 @@
 """ReplicaRouter: spreads groups over engine replicas.
 
-Owns the load count per replica. Driven by the collector. A group stays on one replica, so that its samples share the
-prompt's cache.
+Owns the load count per replica. Driven by the collector. A group stays on one replica, so that its samples
+share the prompt's cache.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from megatron_ppo.protocol.trajectory import Completion, SamplingSettings
 class ReplicaRouter:
     """A `RolloutEngine` over several: each request goes to the replica with the fewest running sequences.
 
-    Of equally loaded replicas the one that was idle longest gets the request, so light load is spread as well.
+    Of equally loaded replicas the one that was idle longest gets the request, so light load is spread as
+    well.
 
     Raises: ValueError without replicas.
     """

@@ -24,7 +24,8 @@ class CollectorStats:
     Attributes:
         generation_busy_s: wall time during which at least one group was being generated, pauses of the engine
             for a refit included.
-        generation_group_s: sum over groups of the time in the engine.   scoring_group_s: the same for scoring.
+        generation_group_s: sum over groups of the time in the engine.   scoring_group_s: the same for
+            scoring.
         window_wait_s: wall time in which nothing was reserved because the window was full.
         failures: groups that used up their retries.   consecutive_failures: since the last success.
         max_loop_lag_s, last_loop_lag_s: how late the event loop woke a timer.

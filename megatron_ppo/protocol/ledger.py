@@ -2,9 +2,10 @@
 
 Owns the next ordinal and the fate of each one before it. Driven by the replay buffer.
 
-Conservation law: every ordinal below `next_ordinal` is exactly one of pending, reserved, ready, trained or dropped;
-no ordinal is ever trained twice. Hence a snapshot needs to list only what is final at or above the cut: everything
-below the cut is trained unless it is listed as dropped, everything else above it is still to be done.
+Conservation law: every ordinal below `next_ordinal` is exactly one of pending, reserved, ready, trained or
+dropped; no ordinal is ever trained twice. Hence a snapshot needs to list only what is final at or above the
+cut: everything below the cut is trained unless it is listed as dropped, everything else above it is still to
+be done.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Ledger:
 
     @property
     def trained_frontier(self) -> int:
-        """1 + the highest trained ordinal; 0 when none is trained. Above the cut when ordinals finish out of order."""
+        """1 + the highest trained ordinal, 0 if none is; above the cut when ordinals finish out of order."""
         return 0 if self._highest_trained is None else self._highest_trained + 1
 
     def status(self, ordinal: int) -> OrdinalStatus:
@@ -127,7 +128,8 @@ class Ledger:
         """Hand out the lowest pending ordinal, else a fresh one; it becomes reserved."""
         while self._pending:
             ordinal = heapq.heappop(self._pending)
-            # `drop` and `reserve` leave heap entries behind, so an entry counts only while its ordinal is pending.
+            # `drop` and `reserve` leave heap entries behind, so an entry counts only while its ordinal is
+            # pending.
             if self._active.get(ordinal) is OrdinalStatus.PENDING:
                 self._active[ordinal] = OrdinalStatus.RESERVED
                 return ordinal

@@ -1,11 +1,11 @@
 """The table of targets: which prompt ordinal fills which slot of which training step.
 
-Owns the slots of every unfinished target step. Driven by the replay buffer. A slot is RESERVED, then READY; then it
-leaves the table, because its target is consumed or because it is released. Where an ordinal went is the ledger's
-business.
+Owns the slots of every unfinished target step. Driven by the replay buffer. A slot is RESERVED, then READY;
+then it leaves the table, because its target is consumed or because it is released. Where an ordinal went is
+the ledger's business.
 
-Invariant: a target never has more than `slots_per_target` slots, targets are finished in increasing order, and
-nothing is kept for a finished target.
+Invariant: a target never has more than `slots_per_target` slots, targets are finished in increasing order,
+and nothing is kept for a finished target.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class TargetTable:
     def next_to_reserve(self, frontier: int) -> int | None:
         """Lowest unfinished target up to `frontier` with a free slot.
 
-        The lower edge is the lowest unfinished target itself, so a hole at or below the learner's step is refilled.
+        The lower edge is the lowest unfinished target itself, so a hole at or below the learner's step is
+        refilled.
         """
         return next((t for t in range(self._lowest_unfinished, frontier + 1) if self.missing(t)), None)
 
@@ -124,7 +125,7 @@ class TargetTable:
         """
         if target != self._lowest_unfinished:
             raise GroupMismatchError(
-                f"target step {target} cannot be consumed; the lowest unfinished one is {self._lowest_unfinished}"
+                f"target step {target} cannot be consumed; the lowest unfinished is {self._lowest_unfinished}"
             )
         ordinals = self.ready(target)
         if len(ordinals) < self._slots_per_target:

@@ -1,10 +1,11 @@
 """PromptGroupBuffer: all bookkeeping between collector and learner in one synchronous object.
 
-Owns the window, the table of targets, the prompt ledger and the finished groups; having them in one place makes a
-snapshot atomic for free. Driven by `ReplayService`. No clock, no I/O, no threads.
+Owns the window, the table of targets, the prompt ledger and the finished groups; having them in one place
+makes a snapshot atomic for free. Driven by `ReplayService`. No clock, no I/O, no threads.
 
-Invariants: every stored group has 0 <= age <= A at the step that it is reserved for; no target gets more or fewer
-than N groups; no prompt is lost or trained twice; the window never moves back; occupancy never exceeds capacity.
+Invariants: every stored group has 0 <= age <= A at the step that it is reserved for; no step is trained on
+more or fewer than N groups; no prompt is lost or trained twice; the window never moves back; occupancy never
+exceeds capacity.
 """
 
 from __future__ import annotations
@@ -131,10 +132,11 @@ class PromptGroupBuffer:
     def commit(self, group: PromptGroup) -> None:
         """Store a finished group under its reservation.
 
-        A group that is too old for its target is released and counted instead, as is one whose target was skipped.
+        A group that is too old for its target is released and counted instead, as is one whose target was
+        skipped.
 
-        Raises: GroupMismatchError for a group without reservation, of the wrong size, over different prompts, or
-            sampled by weights that are newer than its target step's.
+        Raises: GroupMismatchError for a group without reservation, of the wrong size, over different prompts,
+            or sampled by weights that are newer than its target step's.
         """
         if group.target_step < self.lowest_unfinished and self._is_open(group.ordinal):
             self._counters.late_commits += 1
@@ -163,7 +165,7 @@ class PromptGroupBuffer:
         return True
 
     def drop(self, reservation: Reservation, *, reason: str) -> bool:
-        """Give a slot back and never try its ordinal again. Returns whether the reservation was still held."""
+        """Give a slot back and never try its ordinal again; whether the reservation was still held."""
         if not self.release(reservation, reason=reason):
             return False
         self._ledger.drop(reservation.ordinal, reason=reason)
@@ -179,9 +181,10 @@ class PromptGroupBuffer:
         return target == self.lowest_unfinished and self.ready_count(target) == self._num_prompts
 
     def take(self, target: int) -> list[PromptGroup] | None:
-        """All N groups of `target`, first finished first, or None while one is missing. They count as trained.
+        """The N groups of `target`, first finished first; None while one is missing; they count as trained.
 
-        Raises: GroupMismatchError if `target` is not the lowest unfinished step, or lies beyond the open window.
+        Raises: GroupMismatchError if `target` is not the lowest unfinished step, or lies beyond the open
+            window.
         """
         if self._window is not None and target > self._window.frontier:
             raise GroupMismatchError(
@@ -226,11 +229,12 @@ class PromptGroupBuffer:
     def restore(self, state: BufferState, *, resume_step: int) -> RestoreReport:
         """Continue at `resume_step` completed steps from `state`, into a buffer that was not used yet.
 
-        Groups that cannot be used under the current settings, and everything that was in flight, become pending:
-        no prompt is lost and none is trained twice. The window stays closed until `open`.
+        Groups that cannot be used under the current settings, and everything that was in flight, become
+        pending: no prompt is lost and none is trained twice. The window stays closed until `open`.
 
-        Raises: CheckpointError for another number of generations per prompt, for a snapshot of a later step than
-            `resume_step`, or for one that contradicts itself. GroupMismatchError if the buffer is in use.
+        Raises: CheckpointError for another number of generations per prompt, for a snapshot of a later step
+            than `resume_step`, or for one that contradicts itself. GroupMismatchError if the buffer is in
+            use.
         """
         if self._window is not None or self._ledger.next_ordinal:
             raise GroupMismatchError("only a new buffer can be restored; this one is in use")
@@ -351,17 +355,17 @@ class PromptGroupBuffer:
         if state.groups and state.num_generations_per_prompt != self._num_generations:
             raise CheckpointError(
                 "algorithm.num_generations_per_prompt cannot change on resume: the saved groups have "
-                f"{state.num_generations_per_prompt} trajectories each, the run wants {self._num_generations}; "
+                f"{state.num_generations_per_prompt} trajectories, the run has {self._num_generations}; "
                 "set checkpoint.load_replay_buffer=false to generate them again"
             )
         if state.lowest_unfinished > resume_step:
             raise CheckpointError(
-                f"the replay snapshot has already trained step {state.lowest_unfinished - 1}, but the weights are "
-                f"those of {resume_step} completed steps; snapshot and weights must come from one checkpoint"
+                f"the replay snapshot has trained step {state.lowest_unfinished - 1} already, the weights "
+                f"have {resume_step} completed steps; snapshot and weights must come from one checkpoint"
             )
         if state.num_prompts_per_step != self._num_prompts:
             logger.warning(
-                "algorithm.num_prompts_per_step was %d when saved and is %d now; targets are refilled or trimmed",
+                "algorithm.num_prompts_per_step was %d when saved, is %d now; targets are filled or trimmed",
                 state.num_prompts_per_step,
                 self._num_prompts,
             )

@@ -1,9 +1,10 @@
 """ReplayService: the buffer for concurrent callers in one event loop.
 
-Owns the waiting. Driven by the collector (reserve, commit, release, fail) and by the learner (open, take, snapshot,
-restore), directly in one process or through an actor.
+Owns the waiting. Driven by the collector (reserve, commit, release, fail) and by the learner (open, take,
+snapshot, restore), directly in one process or through an actor.
 
-Invariant: a wake-up cannot be lost. Every change of the buffer happens between two awaits and notifies all waiters of
+Invariant: a wake-up cannot be lost. Every change of the buffer happens between two awaits and notifies all
+    waiters of
 the one condition; every waiter re-evaluates its own predicate; every wait is bounded.
 """
 
@@ -77,8 +78,8 @@ class ReplayService:
     async def take(self, *, target_step: int, timeout_s: float) -> list[PromptGroup]:
         """The N groups of `target_step`, first finished first; they count as trained from here on.
 
-        Raises: PartDiedError with the collector's cause after `fail`; WaitTimeoutError after `timeout_s`, with what
-            is missing; GroupMismatchError if the step can never be taken.
+        Raises: PartDiedError with the collector's cause after `fail`; WaitTimeoutError after `timeout_s`,
+            with what is missing; GroupMismatchError if the step can never be taken.
         """
         groups: list[PromptGroup] = []
 
@@ -93,7 +94,7 @@ class ReplayService:
         return groups
 
     async def fail(self, message: str) -> None:
-        """Record that the collector died of `message`; every present and later wait raises it. The first one stays."""
+        """Record that the collector died of `message`; present and later waits raise it. The first stays."""
         async with self._changed:
             self._failure = self._failure or message
             self._changed.notify_all()
@@ -110,7 +111,7 @@ class ReplayService:
         if snapshot is None:
             if resume_step:
                 logger.warning(
-                    "no replay snapshot for step %d: the prompt stream starts at its beginning", resume_step
+                    "no replay snapshot for step %d: the prompts start from the first", resume_step
                 )
             return
         async with self._changed:
@@ -144,12 +145,13 @@ class ReplayService:
     async def _wait(self, attempt: Callable[[], bool], timeout_s: float) -> bool:
         """Repeat `attempt` at every change until it succeeds or time is up; whether it succeeded.
 
-        `attempt` changes the buffer only when it succeeds. Reserving and taking never unblock another waiter, so
-        success needs no notification.
+        `attempt` changes the buffer only when it succeeds. Reserving and taking never unblock another waiter,
+        so success needs no notification.
         """
         try:
             async with asyncio.timeout(timeout_s), self._changed:
-                # Cancellation can only arrive at the await, never between a successful attempt and the return.
+                # Cancellation can only arrive at the await, never between a successful attempt and the
+                # return.
                 while not attempt():
                     await self._changed.wait()
                 return True

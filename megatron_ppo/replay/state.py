@@ -1,7 +1,7 @@
 """The replay snapshot as a record and as JSON text.
 
-Token ids and log-probs become base64 of little-endian int32 and float32: exact, and a fifth of the digits. JSON, not
-pickle, because a checkpoint may come from somewhere else.
+Token ids and log-probs become base64 of little-endian int32 and float32: exact, and a fifth of the digits.
+JSON, not pickle, because a checkpoint may come from somewhere else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from megatron_ppo.protocol.errors import CheckpointError, GroupMismatchError
 from megatron_ppo.protocol.ledger import LedgerState
 from megatron_ppo.protocol.trajectory import (
     Completion,
-    FinishReason,
     PromptGroup,
     Trajectory,
     VersionSpan,
@@ -64,7 +63,7 @@ def to_json(state: BufferState) -> str:
 
 
 def from_json(text: str) -> BufferState:
-    """The snapshot in `text`. Raises: CheckpointError for another format, a missing key or damaged content."""
+    """The snapshot in `text`. Raises: CheckpointError for another format, a missing key, damaged content."""
     try:
         data = json.loads(text)
     except ValueError as error:
@@ -140,7 +139,7 @@ def _trajectory_from_json(prompt: array[int], data: dict[str, object]) -> Trajec
         completion=Completion(
             token_ids=token_array(_decode("i", data["tokens"])),
             logprobs=logprob_array(_decode("f", data["logprobs"])),
-            finish_reason=cast("FinishReason", finish_reason),
+            finish_reason=finish_reason,
             spans=tuple(VersionSpan(version=v, start=start, end=end) for v, start, end in spans),
         ),
         reward=float(cast("float", data["reward"])),
@@ -156,7 +155,7 @@ def _encode(values: array[int] | array[float]) -> str:
 
 
 def _decode(typecode: str, text: object) -> array[int] | array[float]:
-    values: array[int] | array[float] = array(typecode)  # type: ignore[arg-type]
+    values: array[int] | array[float] = array(typecode)
     values.frombytes(base64.b64decode(str(text), validate=True))
     if sys.byteorder == "big":
         values.byteswap()

@@ -1,4 +1,4 @@
-"""What the replay buffer tells about itself: status, counters, restore report, distributions of its content."""
+"""What the replay buffer tells about itself: status, counters, restore report, distributions."""
 
 from __future__ import annotations
 

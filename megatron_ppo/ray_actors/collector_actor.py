@@ -1,0 +1,76 @@
+"""The collector's process: a shell around `Collector`. Driven by trainer rank 0; must not import torch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from megatron_ppo.collector.collector import Collector
+from megatron_ppo.collector.router import ReplicaRouter
+from megatron_ppo.collector.stats import CollectorStats
+from megatron_ppo.ray_actors.inference_group import RayEngineClient
+from megatron_ppo.ray_actors.replay_client import RayReplayClient
+from megatron_ppo.telemetry.process_log import redirect_process_output
+
+ACKNOWLEDGE_TIMEOUT_S = 25.0
+"""Limit of pause and stop; below the 30 s that rank 0 waits, so that the message says what was waited for."""
+
+
+@ray.remote(num_cpus=0, max_concurrency=1000)  # type: ignore[call-overload, untyped-decorator, unused-ignore]
+class CollectorActor:
+    """`Collector` over actor handles.
+
+    Args:
+        engines: handles of the engine replicas.   replay: handle of the replay buffer.
+        scorer, prompts: `_target_` (dotted name) and keyword arguments of what is built in this process.
+        settings: the remaining keyword arguments of `Collector`.
+    """
+
+    def __init__(
+        self,
+        *,
+        engines: Sequence[Any],
+        replay: Any,
+        scorer: Mapping[str, Any],
+        prompts: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        log_path: str,
+    ) -> None:
+        redirect_process_output(Path(log_path))
+        self._collector = Collector(
+            engine=ReplicaRouter([RayEngineClient(handle) for handle in engines]),
+            replay=RayReplayClient(replay),
+            scorer=_build(scorer),
+            prompts=_build(prompts),
+            **settings,
+        )
+
+    async def run(self) -> None:
+        """Collect until `stop`; raises the cause when that cannot go on. Its object ref is to be watched."""
+        await self._collector.run()
+
+    async def pause(self) -> None:
+        """Acknowledged: nothing is dispatched after this until `resume`."""
+        await self._collector.pause(timeout_s=ACKNOWLEDGE_TIMEOUT_S)
+
+    async def resume(self) -> None:
+        """Dispatch again."""
+        await self._collector.resume()
+
+    async def stop(self) -> None:
+        """Acknowledged: rollouts are cancelled, their reservations released, `run` has ended."""
+        await self._collector.stop(timeout_s=ACKNOWLEDGE_TIMEOUT_S)
+
+    async def stats(self) -> CollectorStats:
+        """Totals since the start."""
+        return self._collector.stats()
+
+
+def _build(spec: Mapping[str, Any]) -> Any:
+    module_name, _, name = str(spec["_target_"]).rpartition(".")
+    target = getattr(importlib.import_module(module_name), name)
+    return target(**{key: value for key, value in spec.items() if key != "_target_"})
