@@ -1,0 +1,334 @@
+"""The rules between sections, and the numbers that follow from the configuration.
+
+Driven by `derive`, which every entry point calls before any worker, engine or process group exists. All findings are
+reported together. Rules that live with a part (losses, models, run directory) are reached by dotted name; the modules
+named here import no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar, cast
+
+from megatron_ppo.config.derived import Derived, ModelFacts, ParallelSizes
+from megatron_ppo.config.layout import layout
+from megatron_ppo.config.messages import config_error
+from megatron_ppo.config.model_sections import ModelSource
+from megatron_ppo.config.schema import RunConfig
+from megatron_ppo.config.targets import build, resolve
+from megatron_ppo.protocol.errors import ConfigError
+
+T = TypeVar("T")
+
+_PREVIEW_STEPS = 10
+_READ_FACTS = "megatron_ppo.warm_start.facts.model_facts"
+_MAP_FOLDER = "megatron_ppo.mcore.hf_config.read_hf_config"
+_CHECK_RUN_DIRECTORY = "megatron_ppo.telemetry.run_dir.check_base_dir"
+
+# Arguments of vLLM that have a key of their own, and those that would falsify which weights sampled a token.
+_RESERVED_ENGINE_ARGS: dict[str, str] = {
+    "model": "set policy.model",
+    "dtype": "set inference.dtype",
+    "max_model_len": "set inference.max_model_len",
+    "max_num_seqs": "set inference.max_num_seqs",
+    "tensor_parallel_size": "set inference.tensor_parallel_size",
+    "kv_cache_dtype": "set inference.kv_cache_dtype",
+    "kv_cache_memory_bytes": "set inference.kv_cache_memory_bytes",
+    "enforce_eager": "set inference.enforce_eager",
+    "pipeline_parallel_size": "weight updates under running requests need 1",
+    "speculative_config": "its tokens would not carry the log-probs of the policy",
+    "logprobs_mode": "importance weights need processed_logprobs",
+    "weight_transfer_config": "the refit sets it",
+    "worker_extension_cls": "the refit sets it",
+}
+
+
+def derive(config: RunConfig, *, world_size: int | None = None) -> Derived:
+    """Apply every rule between sections and compute the derived numbers.
+
+    Args:
+        world_size: trainer ranks; None takes WORLD_SIZE as torchrun sets it, else `cluster.world_size`, else 1.
+    Raises: ConfigError that lists every finding.
+    """
+    findings = _Findings()
+    for rule in (
+        _staleness_problems,
+        _sampling_problems,
+        _loss_problems,
+        _batch_problems,
+        _unsupported_problems,
+    ):
+        findings.lines.extend(rule(config))
+    schedule = findings.attempt(lambda: config.schedule.schedule(config.run.max_num_steps))
+    findings.attempt(lambda: build(config.loss))
+    findings.attempt(lambda: build(config.value_loss))
+    findings.attempt(lambda: _check_run_directory(config))
+    ranks = findings.attempt(lambda: _world_size(config, world_size))
+    policy_model = findings.attempt(lambda: model_facts(config.policy.model, key="policy.model"))
+    critic_model = policy_model
+    if config.critic.model != ModelSource():
+        critic_model = findings.attempt(lambda: model_facts(config.critic.model, key="critic.model"))
+    findings.lines.extend(_length_problems(config, policy_model, critic_model))
+    layouts: list[ParallelSizes] = []
+    for key, section, model in (
+        ("policy", config.policy, policy_model),
+        ("critic", config.critic, critic_model),
+    ):
+        if ranks is not None:
+            sizes, problems = layout(
+                section.parallelism, key=f"{key}.parallelism", world_size=ranks, model=model
+            )
+            findings.lines.extend(problems or _sharing_problems(config, key, sizes))
+            layouts.append(sizes)
+    if findings.lines:
+        raise config_error(list(dict.fromkeys(findings.lines)))
+    assert (
+        schedule is not None and policy_model is not None and critic_model is not None and len(layouts) == 2
+    )
+    sequences = config.algorithm.num_prompts_per_step * config.algorithm.num_generations_per_prompt
+    epochs, steps = config.algorithm.ppo_epochs, config.run.max_num_steps
+    running = config.inference.replicas * config.inference.max_num_seqs
+    return Derived(
+        world_size=layouts[0].world_size,
+        policy=layouts[0],
+        critic=layouts[1],
+        policy_model=policy_model,
+        critic_model=critic_model,
+        schedule=schedule,
+        frontiers=tuple(schedule.frontier(step) for step in range(min(steps, _PREVIEW_STEPS))),
+        sequences_per_step=sequences,
+        minibatches_per_epoch=sequences // config.algorithm.train_global_batch_size,
+        buffer_capacity=schedule.capacity(config.algorithm.num_prompts_per_step),
+        max_concurrent_groups=config.collector.max_concurrent_groups
+        or max(1, running // config.algorithm.num_generations_per_prompt),
+        max_model_len=_max_model_len(config, policy_model),
+        validation_max_new_tokens=_validation_tokens(config),
+        policy_scheduler_ticks=config.policy.scheduler.lr_decay_steps
+        or max(1, (steps - config.schedule.policy_training_start_step) * epochs),
+        critic_scheduler_ticks=config.critic.scheduler.lr_decay_steps or steps * epochs,
+        needs_reference=_needs_reference(config),
+        run_directory=config.run.directory,
+        warnings=tuple(_warnings(config)),
+    )
+
+
+class _Findings:
+    """Collects problems; a failed attempt yields None and lets the other rules run."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def attempt(self, rule: Callable[[], T]) -> T | None:
+        try:
+            return rule()
+        except ConfigError as error:
+            self.lines.append(str(error))
+            return None
+
+
+def model_facts(source: ModelSource, *, key: str) -> ModelFacts:
+    """Sizes of the model that `source` names, read without loading it.
+
+    Raises: ConfigError naming `key` if neither or both of path and recipe are set, or the folder is missing or
+        cannot be mapped to Megatron.
+    """
+    if (source.path is None) == (source.recipe is None):
+        seen = "neither" if source.path is None else "both"
+        raise ConfigError(f"{key}: exactly one of {key}.path and {key}.recipe must be set, got {seen}")
+    if source.recipe is not None:
+        return cast(ModelFacts, resolve(_READ_FACTS)(build(source.recipe)))
+    folder = Path(source.path or "")
+    if not folder.is_dir():
+        raise ConfigError(f"{key}.path: got {str(folder)!r}, which is not an existing folder")
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"{key}.path: {str(folder)!r} holds no *.safetensors file")
+    try:
+        resolve(_MAP_FOLDER)(folder)
+        return cast(ModelFacts, resolve(_READ_FACTS)(folder))
+    except ConfigError as error:
+        raise ConfigError(f"{key}.path: {error}") from error
+
+
+def _staleness_problems(config: RunConfig) -> Iterator[str]:
+    if config.schedule.max_trajectory_age_steps <= 0:
+        return
+    why = f"with schedule.max_trajectory_age_steps={config.schedule.max_trajectory_age_steps} > 0"
+    if not config.loss.use_importance_sampling_correction:
+        yield (
+            f"loss.use_importance_sampling_correction: got False; must be true {why}, "
+            "because rollouts come from an older policy"
+        )
+    if config.loss.force_on_policy_ratio:
+        yield f"loss.force_on_policy_ratio: got True; must be false {why}, because rollouts come from an older policy"
+    if config.inference.colocated:
+        yield f"inference.colocated: got True; must be false {why}, because generation overlaps training"
+    if not config.inference.asynchronous:
+        yield f"inference.asynchronous: got False; must be true {why}, because only AsyncLLM takes weights as it runs"
+    if config.inference.kv_cache_dtype.startswith("fp8"):
+        yield (
+            f"inference.kv_cache_dtype: got {config.inference.kv_cache_dtype!r}; must be 'auto' {why}, "
+            "because FP8 scales belong to one weight version"
+        )
+
+
+def _unsupported_problems(config: RunConfig) -> Iterator[str]:
+    if config.schedule.max_trajectory_age_steps <= 0:
+        if config.inference.colocated:
+            yield "inference.colocated: got True; must be false, sharing processes with the trainer is not supported"
+        if not config.inference.asynchronous:
+            yield "inference.asynchronous: got False; must be true, the synchronous engine is not supported"
+    if config.run.max_num_epochs != -1:
+        yield (
+            f"run.max_num_epochs: got {config.run.max_num_epochs}; must be -1 (endless): prompts are cycled and the "
+            "length of the run is run.max_num_steps"
+        )
+    for name in config.inference.engine:
+        if name in _RESERVED_ENGINE_ARGS:
+            yield f"inference.engine.{name}: may not be set here: {_RESERVED_ENGINE_ARGS[name]}"
+
+
+def _sampling_problems(config: RunConfig) -> Iterator[str]:
+    reason = "truncated sampling biases the importance weights by the probability that it cuts off"
+    if config.inference.top_p != 1.0:
+        yield f"inference.top_p: got {config.inference.top_p}; must be 1.0, because {reason}"
+    if config.inference.top_k != 0:
+        yield f"inference.top_k: got {config.inference.top_k}; must be 0 (off), because {reason}"
+
+
+def _loss_problems(config: RunConfig) -> Iterator[str]:
+    algorithm, loss = config.algorithm, config.loss
+    penalty = loss.reference_policy_kl_penalty
+    if algorithm.skip_reference_policy_logprobs_calculation and penalty > 0:
+        yield (
+            "algorithm.skip_reference_policy_logprobs_calculation: got True; must be false or null with "
+            f"loss.reference_policy_kl_penalty={penalty}, which needs them"
+        )
+    if not loss.force_on_policy_ratio:
+        return
+    if algorithm.ppo_epochs != 1:
+        yield (
+            f"loss.force_on_policy_ratio: got True; needs algorithm.ppo_epochs=1, got {algorithm.ppo_epochs}: "
+            "from the second epoch on the ratio is not 1"
+        )
+    sequences = algorithm.num_prompts_per_step * algorithm.num_generations_per_prompt
+    if algorithm.train_global_batch_size != sequences:
+        yield (
+            f"loss.force_on_policy_ratio: got True; needs algorithm.train_global_batch_size={sequences} (one update "
+            f"per step), got {algorithm.train_global_batch_size}"
+        )
+
+
+def _batch_problems(config: RunConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    sequences = algorithm.num_prompts_per_step * algorithm.num_generations_per_prompt
+    if sequences % algorithm.train_global_batch_size:
+        yield (
+            f"algorithm.train_global_batch_size: got {algorithm.train_global_batch_size}; must divide "
+            f"num_prompts_per_step * num_generations_per_prompt = {sequences}"
+        )
+    if config.schedule.policy_training_start_step >= config.run.max_num_steps:
+        yield (
+            f"schedule.policy_training_start_step: got {config.schedule.policy_training_start_step}; must be < "
+            f"run.max_num_steps={config.run.max_num_steps}, else the policy is never trained"
+        )
+
+
+def _sharing_problems(config: RunConfig, key: str, sizes: ParallelSizes) -> Iterator[str]:
+    algorithm = config.algorithm
+    sequences = algorithm.num_prompts_per_step * algorithm.num_generations_per_prompt
+    if sequences % sizes.data:
+        yield (
+            f"num_prompts_per_step * num_generations_per_prompt = {sequences} must be divisible by the "
+            f"{key}'s data-parallel size, got {sizes.data}"
+        )
+    elif algorithm.train_global_batch_size % sizes.data:
+        yield (
+            f"algorithm.train_global_batch_size: got {algorithm.train_global_batch_size}; must be divisible by the "
+            f"{key}'s data-parallel size {sizes.data}"
+        )
+
+
+def _length_problems(
+    config: RunConfig, policy: ModelFacts | None, critic: ModelFacts | None
+) -> Iterator[str]:
+    prompt = config.data.max_prompt_tokens
+    wanted = {
+        "inference.max_new_tokens": config.inference.max_new_tokens,
+        "validation.max_new_tokens": _validation_tokens(config),
+    }
+    limits = [
+        (f"the context of {name}.model", model.context_length)
+        for name, model in (("policy", policy), ("critic", critic))
+        if model is not None
+    ]
+    if config.inference.max_model_len is not None:
+        limits.append(("inference.max_model_len", config.inference.max_model_len))
+    if policy is not None and (config.inference.max_model_len or 0) > policy.context_length:
+        yield (
+            f"inference.max_model_len: got {config.inference.max_model_len}; must be <= {policy.context_length}, "
+            "the context of policy.model"
+        )
+    for key, new in wanted.items():
+        for what, limit in limits:
+            if prompt + new > limit:
+                yield (
+                    f"data.max_prompt_tokens + {key} = {prompt} + {new} = {prompt + new}; must be <= {limit}, {what}"
+                )
+    if policy is not None and critic is not None and critic.vocab_size < policy.vocab_size:
+        yield f"critic.model: its vocabulary is {critic.vocab_size}; must be >= {policy.vocab_size}, the policy's"
+
+
+def _world_size(config: RunConfig, given: int | None) -> int:
+    configured = config.cluster.world_size
+    if given is None and "WORLD_SIZE" in os.environ:
+        text = os.environ["WORLD_SIZE"]
+        if not text.isdigit() or int(text) < 1:
+            raise ConfigError(f"WORLD_SIZE in the environment: got {text!r}; must be a whole number >= 1")
+        given = int(text)
+    if given is not None and configured is not None and given != configured:
+        raise ConfigError(
+            f"cluster.world_size: got {configured}; must be {given}, the number of ranks started"
+        )
+    return given or configured or 1
+
+
+def _check_run_directory(config: RunConfig) -> None:
+    if config.run.resume in ("auto", "never"):
+        resolve(_CHECK_RUN_DIRECTORY)(config.run.directory, name=config.run.name)
+    elif not Path(config.run.resume).is_dir():
+        raise ConfigError(
+            f"run.resume: got {config.run.resume!r}; allowed: auto, never, or the folder of an existing run"
+        )
+
+
+def _max_model_len(config: RunConfig, policy: ModelFacts) -> int:
+    if config.inference.max_model_len is not None:
+        return config.inference.max_model_len
+    longest = config.data.max_prompt_tokens + max(config.inference.max_new_tokens, _validation_tokens(config))
+    # One more, because scoring a finished sequence asks the engine for one further token.
+    return min(longest + 1, policy.context_length)
+
+
+def _validation_tokens(config: RunConfig) -> int:
+    return config.validation.max_new_tokens or config.inference.max_new_tokens
+
+
+def _needs_reference(config: RunConfig) -> bool:
+    skip = config.algorithm.skip_reference_policy_logprobs_calculation
+    return config.loss.reference_policy_kl_penalty > 0 if skip is None else not skip
+
+
+def _warnings(config: RunConfig) -> Iterator[str]:
+    age = config.schedule.max_trajectory_age_steps
+    if age > 1:
+        yield (
+            f"schedule.max_trajectory_age_steps={age} > 1: advantages are estimated on rollouts of a policy that is "
+            "several updates old, which biases them"
+        )
+        if not config.schedule.in_flight_weight_updates:
+            yield (
+                f"schedule.max_trajectory_age_steps={age} > 1 without schedule.in_flight_weight_updates: every publish "
+                "waits for running requests, so there is no gain in speed"
+            )

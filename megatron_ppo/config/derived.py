@@ -1,0 +1,110 @@
+"""Numbers that follow from the configuration and the world size. Computed once, never configured.
+
+Made by `checks.derive`; printed by `scripts/check_config.py`, used by the app.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Protocol
+
+from megatron_ppo.protocol.schedule import AsyncSchedule
+
+
+class ModelFacts(Protocol):
+    """What `megatron_ppo.warm_start.facts` knows of a model without loading it."""
+
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def ffn_hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def context_length(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelSizes:
+    """Ranks along each axis; their product is the world size."""
+
+    tensor: int
+    pipeline: int
+    context: int
+    data: int
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.tensor * self.pipeline * self.context * self.data
+
+    def __str__(self) -> str:
+        return f"tp={self.tensor} pp={self.pipeline} cp={self.context} dp={self.data}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Derived:
+    """Attributes:
+    world_size: trainer ranks.   policy, critic: their layouts.
+    schedule: the staleness rule.   frontiers: highest target that may be reserved at steps 0, 1, ….
+    sequences_per_step: N·G.   minibatches_per_epoch: optimizer steps per epoch of a step.
+    buffer_capacity: groups.   max_concurrent_groups: groups in flight.
+    max_model_len: engine's limit of prompt + response, in tokens.
+    validation_max_new_tokens: response limit of validation, in tokens.
+    policy_scheduler_ticks, critic_scheduler_ticks: length of the learning-rate schedules.
+    needs_reference: reference log-probs are computed.   run_directory: folder of this experiment's runs.
+    warnings: advice that is no error.
+    """
+
+    world_size: int
+    policy: ParallelSizes
+    critic: ParallelSizes
+    policy_model: ModelFacts
+    critic_model: ModelFacts
+    schedule: AsyncSchedule
+    frontiers: tuple[int, ...]
+    sequences_per_step: int
+    minibatches_per_epoch: int
+    buffer_capacity: int
+    max_concurrent_groups: int
+    max_model_len: int
+    validation_max_new_tokens: int
+    policy_scheduler_ticks: int
+    critic_scheduler_ticks: int
+    needs_reference: bool
+    run_directory: Path
+    warnings: tuple[str, ...]
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """Name and value of each number, for a table."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("policy_model", "critic_model"):
+                yield field.name, describe(value)
+            elif field.name == "frontiers":
+                yield "frontier at step 0, 1, …", ", ".join(map(str, value))
+            elif field.name == "schedule":
+                yield (
+                    "weight version at step 0, 1, …",
+                    ", ".join(str(self.schedule.version_at(step)) for step in range(len(self.frontiers))),
+                )
+            elif field.name != "warnings":
+                yield field.name, str(value)
+
+
+def describe(model: ModelFacts) -> str:
+    """One line on a model."""
+    return (
+        f"{model.architecture}, {model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads, "
+        f"{model.num_kv_heads} KV heads, vocabulary {model.vocab_size}, context {model.context_length}"
+    )

@@ -1,0 +1,88 @@
+"""How a model is laid out over the trainer ranks: resolves the automatic sizes and checks that they fit."""
+
+from __future__ import annotations
+
+from megatron_ppo.config.derived import ModelFacts, ParallelSizes
+from megatron_ppo.config.model_sections import ParallelismSection
+
+
+def layout(
+    section: ParallelismSection, *, key: str, world_size: int, model: ModelFacts | None
+) -> tuple[ParallelSizes, list[str]]:
+    """Sizes of every axis, and what is wrong with them.
+
+    Args:
+        key: dotted key of the section, for messages.   model: None skips what depends on the model.
+    """
+    pipeline, context = section.pipeline_model_parallel_size, section.context_parallel_size
+    tensor = section.tensor_model_parallel_size
+    if tensor is None:
+        tensor = _largest_tensor_size(section, world_size, model)
+    data = section.data_parallel_size or max(1, world_size // (tensor * pipeline * context))
+    sizes = ParallelSizes(tensor=tensor, pipeline=pipeline, context=context, data=data)
+    problems = _unsupported(section, key)
+    if not problems and sizes.world_size != world_size:
+        problems.append(
+            f"{key}: tensor {tensor} * pipeline {pipeline} * context {context} * data {data} = {sizes.world_size} "
+            f"ranks; must be {world_size}, the world size"
+        )
+    if section.sequence_parallel and tensor == 1:
+        problems.append(
+            f"{key}.sequence_parallel: got True; needs tensor_model_parallel_size > 1, got {tensor}"
+        )
+    if model is not None:
+        problems += _misfits(key, tensor, pipeline, model)
+    return sizes, problems
+
+
+def _largest_tensor_size(section: ParallelismSection, world_size: int, model: ModelFacts | None) -> int:
+    """The largest size that divides the ranks that are left, the heads, the KV heads and the MLP."""
+    taken = (
+        section.pipeline_model_parallel_size
+        * section.context_parallel_size
+        * (section.data_parallel_size or 1)
+    )
+    ranks = world_size // taken if world_size % taken == 0 else 1
+    if model is None:
+        return ranks
+    wanted = (ranks, model.num_heads, model.num_kv_heads, model.ffn_hidden_size)
+    return max(size for size in range(1, ranks + 1) if all(number % size == 0 for number in wanted))
+
+
+def _unsupported(section: ParallelismSection, key: str) -> list[str]:
+    return [
+        f"{key}.{name}: got {value}; must be {allowed}, more is not supported yet"
+        for name, value, allowed, used in (
+            (
+                "virtual_pipeline_model_parallel_size",
+                section.virtual_pipeline_model_parallel_size,
+                "null",
+                section.virtual_pipeline_model_parallel_size not in (None, 1),
+            ),
+            ("context_parallel_size", section.context_parallel_size, "1", section.context_parallel_size != 1),
+            (
+                "expert_model_parallel_size",
+                section.expert_model_parallel_size,
+                "1",
+                section.expert_model_parallel_size != 1,
+            ),
+        )
+        if used
+    ]
+
+
+def _misfits(key: str, tensor: int, pipeline: int, model: ModelFacts) -> list[str]:
+    problems = [
+        f"{key}.tensor_model_parallel_size: got {tensor}; must divide the model's {name} {count}"
+        for name, count in (
+            ("attention heads", model.num_heads),
+            ("KV heads", model.num_kv_heads),
+            ("MLP width", model.ffn_hidden_size),
+        )
+        if count % tensor
+    ]
+    if model.num_layers % pipeline:
+        problems.append(
+            f"{key}.pipeline_model_parallel_size: got {pipeline}; must divide the model's {model.num_layers} layers"
+        )
+    return problems

@@ -1,0 +1,110 @@
+"""Sections of the trained models: where weights come from, layout on the ranks, optimizer, learning-rate schedule."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from megatron_ppo.config.base import BuiltSection, Section, setting, target_field
+from megatron_ppo.config.recipe_sections import Recipe
+
+
+class ModelSource(Section):
+    """Exactly one of `path` and `recipe`; for the critic, neither means the policy's."""
+
+    path: str | None = setting(None, "Folder with config.json, safetensors weights and tokenizer files.")
+    recipe: Recipe | None = setting(
+        None, "How to prepare such a folder; it is cached under a key of the recipe."
+    )
+
+
+class ParallelismSection(Section):
+    """Layout over the trainer ranks: world size = tensor * pipeline * context * data."""
+
+    tensor_model_parallel_size: int | None = setting(
+        None,
+        "Ranks that share each layer. null is the largest size that divides ranks, heads and KV heads.",
+        unit="ranks",
+        ge=1,
+    )
+    pipeline_model_parallel_size: int = setting(1, "Stages that the layers are cut into.", unit="ranks", ge=1)
+    virtual_pipeline_model_parallel_size: int | None = setting(
+        None, "Model chunks per stage. Only null is supported.", unit="chunks", ge=1
+    )
+    context_parallel_size: int = setting(
+        1, "Ranks that share each sequence. Only 1 is supported.", unit="ranks", ge=1
+    )
+    expert_model_parallel_size: int = setting(
+        1, "Ranks that share experts. Only 1 is supported.", unit="ranks", ge=1
+    )
+    sequence_parallel: bool = setting(
+        False, "Split activations over the tensor ranks; needs tensor size > 1."
+    )
+    data_parallel_size: int | None = setting(
+        None, "Replicas of the model. null is world size / (tensor * pipeline * context).", unit="ranks", ge=1
+    )
+
+
+class OptimizerSection(Section):
+    """AdamW in Megatron's distributed optimizer."""
+
+    lr: float = setting(1e-6, "Peak learning rate.", gt=0.0)
+    min_lr: float = setting(0.0, "Learning rate that a decaying schedule ends at.", ge=0.0)
+    adam_beta1: float = setting(0.9, "Decay of the first moment.", ge=0.0, lt=1.0)
+    adam_beta2: float = setting(0.95, "Decay of the second moment.", ge=0.0, lt=1.0)
+    adam_eps: float = setting(1e-8, "Added to the root of the second moment.", gt=0.0)
+    weight_decay: float = setting(0.0, "Decoupled weight decay.", ge=0.0)
+    clip_grad: float = setting(1.0, "Largest global gradient norm. 0 is no clipping.", ge=0.0)
+
+
+class SchedulerSection(Section):
+    """Learning-rate schedule. It ticks once per epoch of a step in which the model is trained."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = setting(
+        "constant", "Shape after warm-up."
+    )
+    lr_warmup_steps: int = setting(0, "Ticks of linear warm-up from 0.", unit="ticks", ge=0)
+    lr_decay_steps: int | None = setting(
+        None,
+        "Ticks until min_lr. null is every tick of the run in which the model is trained.",
+        unit="ticks",
+        ge=1,
+    )
+
+
+class TrainedModelSection(BuiltSection):
+    """What policy and critic have in common."""
+
+    model: ModelSource = setting(doc="Initial weights.", default_factory=ModelSource)
+    parallelism: ParallelismSection = setting(
+        doc="Layout over the ranks.", default_factory=ParallelismSection
+    )
+    optimizer: OptimizerSection = setting(doc="AdamW.", default_factory=OptimizerSection)
+    scheduler: SchedulerSection = setting(doc="Learning-rate schedule.", default_factory=SchedulerSection)
+    precision: Literal["fp32", "bf16"] = setting("fp32", "Number format of weights and activations.")
+    train_micro_batch_size: int = setting(
+        8,
+        "Sequences per forward-backward pass and rank. Does not change the gradient.",
+        unit="sequences",
+        ge=1,
+    )
+    logprob_batch_size: int = setting(32, "Sequences per forward-only pass and rank.", unit="sequences", ge=1)
+
+    def kwargs(self) -> dict[str, Any]:
+        """Constructor keywords; `app` replaces `model` by the prepared folder and `parallelism` by process groups."""
+        return self.model_dump(exclude={"target", "model", "parallelism"})
+
+
+class PolicySection(TrainedModelSection):
+    """The trained policy."""
+
+    target: Literal["megatron_ppo.mcore.policy.MegatronPolicy"] = target_field(
+        "megatron_ppo.mcore.policy.MegatronPolicy"
+    )
+
+
+class CriticSection(TrainedModelSection):
+    """The value model: a backbone of its own with a scalar head that starts at zero."""
+
+    target: Literal["megatron_ppo.mcore.critic.MegatronCritic"] = target_field(
+        "megatron_ppo.mcore.critic.MegatronCritic"
+    )

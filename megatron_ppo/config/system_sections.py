@@ -1,0 +1,207 @@
+"""Sections of the machinery: run, inference group, refit, collector, checkpoints, telemetry, cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import JsonValue
+
+from megatron_ppo.config.base import BuiltSection, Section, setting, target_field
+
+
+class RunSection(Section):
+    """Identity and length of the run."""
+
+    name: str = setting(
+        doc="Name of the experiment; part of the run directory.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+    )
+    seed: int = setting(42, "Seed that all randomness of the run is derived from.", ge=0)
+    max_num_steps: int = setting(doc="Training steps.", unit="steps", ge=1)
+    max_num_epochs: int = setting(
+        -1,
+        "Passes over the training prompts. -1 is endless; asynchronous runs allow nothing else.",
+        unit="epochs",
+    )
+    dir: str | None = setting(
+        None, "Folder that holds the runs of this experiment. null is outputs/<run.name>."
+    )
+    resume: str = setting(
+        "auto",
+        "auto continues the newest unfinished run of this name and configuration, never starts a new one, a path "
+        "continues that run.",
+        min_length=1,
+    )
+
+    @property
+    def directory(self) -> Path:
+        """`dir`, or its default."""
+        return Path(self.dir) if self.dir is not None else Path("outputs") / self.name
+
+
+class InferenceSection(BuiltSection):
+    """The dedicated vLLM group."""
+
+    target: Literal["megatron_ppo.inference.engine.VllmEngine"] = target_field(
+        "megatron_ppo.inference.engine.VllmEngine"
+    )
+    backend: Literal["vllm"] = setting("vllm", "Inference engine.")
+    asynchronous: bool = setting(
+        True, "vLLM's AsyncLLM. A synchronous engine cannot take weights while it runs."
+    )
+    colocated: bool = setting(
+        False, "Share processes with the trainer. Generation and training could not overlap."
+    )
+    replicas: int = setting(1, "Engines.", unit="engines", ge=1)
+    tensor_parallel_size: int = setting(1, "Ranks of one engine.", unit="ranks", ge=1)
+    engine_core: Literal["process", "thread"] = setting(
+        "process",
+        "Where vLLM's EngineCore runs. thread starts faster on a CPU but cannot be killed on its own.",
+    )
+    temperature: float = setting(
+        1.0, "Sampling temperature; the trainer divides its logits by the same.", gt=0.0
+    )
+    top_p: float = setting(1.0, "Must be 1: truncated sampling biases the importance weights.")
+    top_k: int = setting(0, "Must be 0 (off), for the same reason.")
+    max_new_tokens: int = setting(doc="Response limit.", unit="tokens", ge=1)
+    max_model_len: int | None = setting(
+        None,
+        "Prompt + response limit of the engine. null is just enough, and one more for scoring.",
+        unit="tokens",
+        ge=1,
+    )
+    max_num_seqs: int = setting(64, "Requests that one engine runs at once.", unit="requests", ge=1)
+    dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "Number format of the engine.")
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = setting(
+        "auto", "Number format of the KV cache. FP8 needs age 0: its scales belong to one weight version."
+    )
+    kv_cache_memory_bytes: int = setting(
+        128 * 2**20, "Memory of the KV cache of one rank.", unit="bytes", ge=2**20
+    )
+    enforce_eager: bool = setting(True, "No graph capture and no compilation; faster to start.")
+    request_deadline_s: float = setting(
+        120.0, "A group that takes longer is aborted and retried.", unit="s", gt=0.0
+    )
+    start_timeout_s: float = setting(600.0, "Longest start of an engine.", unit="s", gt=0.0)
+    engine: dict[str, JsonValue] = setting(doc="Further arguments of vLLM's engine.", default_factory=dict)
+
+    def engine_kwargs(self, *, max_model_len: int) -> dict[str, Any]:
+        """Constructor keywords of one engine besides the model folder.
+
+        Args:
+            max_model_len: the derived limit, in tokens.
+        """
+        names = (
+            "dtype",
+            "max_num_seqs",
+            "tensor_parallel_size",
+            "engine_core",
+            "kv_cache_memory_bytes",
+            "enforce_eager",
+        )
+        further = {**self.engine, "kv_cache_dtype": self.kv_cache_dtype}
+        return {
+            **self.model_dump(include=set(names)),
+            "max_model_len": max_model_len,
+            "extra_engine_args": further,
+        }
+
+
+class RefitSection(BuiltSection):
+    """Making the inference weights equal the policy's."""
+
+    target: Literal["megatron_ppo.refit.broadcast.BroadcastRefit"] = target_field(
+        "megatron_ppo.refit.broadcast.BroadcastRefit"
+    )
+    backend: Literal["auto", "gloo", "nccl"] = setting(
+        "auto", "Transport. auto is nccl on CUDA and gloo on a CPU."
+    )
+    bucket_bytes: int = setting(64 * 2**20, "Size of one broadcast.", unit="bytes", ge=1024)
+    timeout_s: float = setting(120.0, "Longest wait for any member of the group.", unit="s", gt=0.0)
+    probe: bool = setting(True, "After each publish, compare engine and trainer log-probs on fixed tokens.")
+    probe_tolerance_nats: float = setting(
+        1e-4, "Largest difference that the probe allows.", unit="nats", gt=0.0
+    )
+    probe_sequences: int = setting(4, "Sequences that the probe scores.", unit="sequences", ge=1)
+
+
+class CollectorSection(Section):
+    """The process that keeps generating."""
+
+    max_concurrent_groups: int | None = setting(
+        None,
+        "Groups in flight at once. null fills the engines: replicas * max_num_seqs / G.",
+        unit="groups",
+        ge=1,
+    )
+    max_retries: int = setting(
+        2, "Further attempts for a group whose generation failed.", unit="attempts", ge=0
+    )
+
+
+class CheckpointSection(Section):
+    """When to save, and what to keep."""
+
+    period: int = setting(
+        10,
+        "Completed steps between checkpoints; the last step is saved as well. 0 is none.",
+        unit="steps",
+        ge=0,
+    )
+    keep: int = setting(
+        2, "Newest checkpoints to keep; the best one by `metric` is kept besides.", unit="checkpoints", ge=1
+    )
+    metric: str | None = setting(
+        "validation/accuracy",
+        "Metric that ranks checkpoints. null ranks none.",
+        pattern=r"^(train|validation)/.+$",
+    )
+    higher_is_better: bool = setting(True, "Whether a larger metric is better.")
+    load_replay_buffer: bool = setting(
+        True, "On resume, train on the stored groups; false generates them again."
+    )
+
+
+class TelemetrySection(Section):
+    """What is written and shown."""
+
+    tensorboard: bool = setting(True, "Write TensorBoard events.")
+    display: Literal["auto", "live", "plain", "off"] = setting(
+        "auto", "Progress on rank 0. auto is live on a terminal, otherwise plain lines."
+    )
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = setting("INFO", "Level of the log files.")
+
+
+class ClusterSection(Section):
+    """Processes, devices and the limits of every wait."""
+
+    world_size: int | None = setting(
+        None, "Trainer ranks. null is WORLD_SIZE as torchrun sets it.", unit="ranks", ge=1
+    )
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto", "Trainer device. auto is cuda where there is one."
+    )
+    model_cache_dir: str = setting(
+        "~/.cache/megatron_ppo/models", "Folder of the models that recipes prepare."
+    )
+    node_ip_address: str = setting("127.0.0.1", "Address that Ray and the refit group listen on.")
+    object_store_bytes: int = setting(128 * 2**20, "Ray's object store.", unit="bytes", ge=80 * 2**20)
+    process_group_timeout_s: float = setting(
+        600.0, "Longest collective between trainer ranks.", unit="s", gt=0.0
+    )
+    prepare_timeout_s: float = setting(
+        900.0, "Longest preparation of the initial model by rank 0.", unit="s", gt=0.0
+    )
+    groups_timeout_s: float = setting(
+        600.0, "Longest wait of the learner for a step's groups.", unit="s", gt=0.0
+    )
+    actor_start_timeout_s: float = setting(300.0, "Longest start of Ray and of an actor.", unit="s", gt=0.0)
+    shutdown_timeout_s: float = setting(
+        30.0, "Longest orderly stop of a part before it is killed.", unit="s", gt=0.0
+    )
+
+
+class ChaosSection(Section):
+    """Fault injection. Not available yet, therefore off."""
+
+    enabled: Literal[False] = setting(False, "Whether faults are injected. Only false is supported.")
