@@ -1,1 +1,1 @@
-"""Ray actor shells around the parts, their clients, and what only rank 0 does."""
+"""Ray: thin actor shells, their typed clients, and what only trainer rank 0 does."""

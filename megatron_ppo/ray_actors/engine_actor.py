@@ -1,0 +1,33 @@
+"""The Ray actor around one inference engine: names, logs and nothing else. Driven by `inference_group`.
+
+The engine's class comes in as a dotted path, so that this package imports no vLLM.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_ppo.telemetry.process_log import redirect_process_output
+
+
+class EngineActor:
+    """Asynchronous actor: any number of `call`s run at once on the engine's event loop.
+
+    Args:
+        target: dotted path of the engine's class.
+        kwargs: its constructor's arguments.
+        log_path: takes everything that this process and its children print.
+    """
+
+    def __init__(self, *, target: str, kwargs: Mapping[str, object], log_path: str) -> None:
+        # Before the import: vLLM prints while it is imported.
+        redirect_process_output(Path(log_path))
+        module, _, name = target.rpartition(".")
+        self._engine = getattr(importlib.import_module(module), name)(**kwargs)
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Await the engine's method of that name."""
+        return await getattr(self._engine, method)(*args, **kwargs)

@@ -1,0 +1,159 @@
+"""One refit: pause the engines, broadcast the policy's weights into them, stamp the version, let them go on.
+
+Implements `loop.ports.Refit`. All trainer ranks call `push` together: gathering full tensors is collective, sending
+and steering the engines is rank 0's part.
+
+Invariants: `push` returns on every rank only when every engine serves `version`, and raises on every rank otherwise,
+with the engines paused. Every rank iterates the weight source to its end in both cases, because a rank that stopped
+early would leave its peers in a gather. The sender holds one bucket and one tensor at most.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from megatron_ppo.loop.ports import Metrics, WeightSource
+from megatron_ppo.protocol.errors import RefitError
+from megatron_ppo.protocol.weights import WeightManifest
+from megatron_ppo.refit.agreement import Agree, single_rank
+from megatron_ppo.refit.fleet import EngineFleet
+from megatron_ppo.transport.broadcast_group import SENDER_RANK, BroadcastGroup, BroadcastStore
+from megatron_ppo.transport.buckets import pack_bucket
+
+logger = logging.getLogger(__name__)
+
+
+class BroadcastRefit:
+    """Publishes over a `BroadcastGroup` of trainer rank 0 and all engine workers.
+
+    Args:
+        source: the policy's weights in the Hugging Face layout.
+        sink: the engines; on rank 0 only, None elsewhere.
+        store: the rendezvous, kept for the whole run; on rank 0 only, None elsewhere.
+        device: where the weights are broadcast from: "cuda" with NCCL, "cpu" with gloo.
+        bucket_bytes: size of one broadcast; a larger tensor travels alone.
+        in_flight: freeze running requests instead of letting them finish first.
+        recompute_kv: frozen requests rebuild their key-value cache under the new weights.
+        timeout_s: longest wait for the engines to pause, to receive one bucket, or to go on.
+        agree: collective over the trainer ranks, see `refit.agreement`.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: WeightSource,
+        sink: EngineFleet | None,
+        store: BroadcastStore | None,
+        device: torch.device | str = "cpu",
+        bucket_bytes: int = 64 * 2**20,
+        in_flight: bool = False,
+        recompute_kv: bool = False,
+        timeout_s: float = 120.0,
+        agree: Agree = single_rank,
+    ) -> None:
+        if (sink is None) != (store is None):
+            raise ValueError("rank 0 needs both sink and store, the other ranks neither")
+        self._source = source
+        self._sink = sink
+        self._store = store
+        self._device = torch.device(device)
+        self._bucket_bytes = bucket_bytes
+        self._in_flight = in_flight
+        self._recompute_kv = recompute_kv
+        self._timeout_s = timeout_s
+        self._agree = agree
+        self._group: BroadcastGroup | None = None
+        self._generation = 0
+
+    def push(self, *, version: int) -> Metrics:
+        """Returns `refit/...` metrics on rank 0, nothing elsewhere. Raises: RefitError on every rank.
+
+        After a failure the engines stay paused. A further `push` forms a new generation of the group and sends
+        everything again, which repairs them.
+        """
+        started = time.monotonic()
+        self._together(version, "waiting for all trainer ranks", lambda: None)
+        self._together(version, "joining the refit group", self._join)
+        joined = time.monotonic()
+        self._together(version, "pausing the engines", self._pause)
+        paused = time.monotonic()
+        self._together(version, "sending weights", self._send)
+        sent = time.monotonic()
+        self._together(version, "letting the engines go on", lambda: self._commit(version))
+        ended = time.monotonic()
+        if self._sink is None:
+            return {}
+        return {
+            "refit/drain_s": paused - joined,
+            "refit/transfer_s": sent - paused,
+            "refit/pause_s": ended - joined,
+            "refit/total_s": ended - started,
+            "refit/bytes": float(sum(meta.num_bytes for meta in self._source.weight_metadata())),
+        }
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def _together(self, version: int, doing: str, action: Callable[[], None]) -> None:
+        """Run `action` and fail on every rank when it failed on one."""
+        cause: Exception | None = None
+        try:
+            action()
+        except Exception as error:  # a process boundary: raised again below, on every rank
+            cause = error
+        failure = self._agree(None if cause is None else f"{type(cause).__name__}: {cause}")
+        if failure is not None:
+            self.close()
+            raise RefitError(f"refit to version {version} failed while {doing}: {failure}") from cause
+
+    def _join(self) -> None:
+        if self._sink is None or self._store is None or self._group is not None:
+            return
+        self._generation += 1
+        spec = self._store.spec(
+            generation=self._generation, rank_offset=SENDER_RANK + 1, world_size=1 + self._sink.num_workers
+        )
+        joining = self._sink.join_refit_group(spec)
+        self._group = BroadcastGroup(spec, rank=SENDER_RANK, device=self._device, store=self._store)
+        joining.wait(timeout_s=self._timeout_s)
+
+    def _pause(self) -> None:
+        if self._sink is not None:
+            self._sink.begin_refit(mode="keep" if self._in_flight else "drain", timeout_s=self._timeout_s)
+
+    def _send(self) -> None:
+        tensors = iter(self._source.full_weights())
+        try:
+            if self._sink is not None and self._group is not None:
+                self._send_buckets(self._sink, self._group, tensors)
+        finally:
+            # Also after a failure, and on the ranks that send nothing: the gathers are collective.
+            surplus = sum(1 for _ in tensors)
+        if self._sink is not None and surplus:
+            raise RefitError(f"the weight source yielded {surplus} more tensors than its metadata lists")
+
+    def _send_buckets(self, sink: EngineFleet, group: BroadcastGroup, tensors: Iterator[Tensor]) -> None:
+        manifest = WeightManifest(tensors=self._source.weight_metadata(), bucket_bytes=self._bucket_bytes)
+        buckets = list(manifest.buckets())
+        buffer = torch.empty(
+            max(bucket.num_bytes for bucket in buckets), dtype=torch.uint8, device=self._device
+        )
+        receiving = sink.receive_weights(manifest)
+        group.offer_manifest(manifest.digest(), check_peers=receiving.raise_if_failed)
+        for bucket in buckets:
+            group.broadcast(pack_bucket(bucket, tensors, buffer), check_peers=receiving.raise_if_failed)
+        receiving.wait(timeout_s=self._timeout_s)
+
+    def _commit(self, version: int) -> None:
+        if self._sink is not None:
+            self._sink.commit_refit(
+                version=version, recompute_kv=self._recompute_kv, timeout_s=self._timeout_s
+            )

@@ -1,0 +1,47 @@
+"""What a refit needs of the engines. `ray_actors.inference_group.InferenceGroup` implements it; only rank 0 holds one.
+
+Every method addresses all engines at once and concurrently: a broadcast moves only when every member is inside it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from megatron_ppo.protocol.weights import RefitGroupSpec, WeightManifest
+
+
+class PendingCalls(Protocol):
+    """One running call per engine."""
+
+    def raise_if_failed(self) -> None:
+        """Return at once; raise the error of a call that has failed by now."""
+        ...
+
+    def wait(self, *, timeout_s: float) -> None:
+        """Wait until all calls have returned. Raises: their error, or WaitTimeoutError."""
+        ...
+
+
+class EngineFleet(Protocol):
+    """All engines that take part in a refit."""
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of all engines; with the trainer's rank 0 they are the broadcast group."""
+        ...
+
+    def join_refit_group(self, spec: RefitGroupSpec) -> PendingCalls:
+        """Let every engine join; `spec.rank_offset` is that of the first one."""
+        ...
+
+    def begin_refit(self, *, mode: Literal["drain", "keep"], timeout_s: float) -> None:
+        """Stop sampling everywhere. Raises: RefitError, EngineDeadError, WaitTimeoutError."""
+        ...
+
+    def receive_weights(self, manifest: WeightManifest) -> PendingCalls:
+        """Let every engine receive."""
+        ...
+
+    def commit_refit(self, *, version: int, recompute_kv: bool, timeout_s: float) -> None:
+        """Serve the received weights as `version` everywhere."""
+        ...
