@@ -1,0 +1,104 @@
+"""The trained critic: values and updates. Implements the loop port Critic; driven by the loop like the policy.
+
+Its backbone starts as the policy's Hugging Face folder, its scalar head (weight and bias) at zero.
+
+Value convention: entry j is the value of the state *before* token j, so the model's output at j - 1.
+
+Shape legend: B sequences, T token positions (right-padded).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_ppo.data.batch import TrainBatch
+from megatron_ppo.mcore import platform
+from megatron_ppo.mcore.parallel import ParallelContext
+from megatron_ppo.mcore.settings import OptimizerSettings, Precision, SchedulerSettings
+from megatron_ppo.numerics.loss_output import LossCounts, LossOutput
+from megatron_ppo.numerics.loss_settings import ValueLossSettings
+from megatron_ppo.numerics.value_losses import value_loss
+
+if TYPE_CHECKING:
+    from megatron_ppo.mcore.trained_model import TrainedModel
+
+
+class MegatronCritic:
+    """A language model with a scalar head, trained by the (clipped) squared error of its values.
+
+    Args: as `MegatronPolicy`; `model` is the folder whose backbone it starts from.
+    Raises: ConfigError for a model that cannot be mapped or cut, or a bad setting.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str | Path,
+        parallel: ParallelContext,
+        optimizer: OptimizerSettings,
+        scheduler: SchedulerSettings,
+        train_micro_batch_size: int,
+        logprob_batch_size: int,
+        pad_token_id: int,
+        precision: Precision = "fp32",
+        value_loss: ValueLossSettings | None = None,
+        seed: int = 42,
+    ) -> None:
+        platform.install()
+        # Not at the top: importing megatron.core must come after install().
+        from megatron_ppo.mcore.trained_model import ModelSettings, TrainedModel
+
+        settings = ModelSettings(
+            folder=Path(model),
+            parallel=parallel,
+            precision=precision,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            train_micro_batch_size=train_micro_batch_size,
+            forward_batch_size=logprob_batch_size,
+            pad_token_id=pad_token_id,
+            seed=seed,
+            value_head=True,
+        )
+        self.trained: TrainedModel = TrainedModel(settings)
+        self._loss = ValueLossSettings() if value_loss is None else value_loss
+
+    def values(self, batch: TrainBatch) -> Tensor:
+        """float32 [B, T] reward units; 0 outside the response mask. The same on every rank."""
+        return self.trained.tokens(batch, _values_before_tokens)
+
+    def update(self, minibatches: Sequence[TrainBatch]) -> dict[str, float]:
+        """One optimizer step per minibatch, then one scheduler tick; metrics are `train/critic/...`.
+
+        Raises: NonFiniteError, with the offending ordinals, before the optimizer step is applied.
+        """
+        return self.trained.update(minibatches, self._minibatch_loss, "train/critic")
+
+    def parameters_hash(self) -> str:
+        """Changes if and only if a parameter does; the same on every rank."""
+        return self.trained.parameters_hash()
+
+    def _minibatch_loss(self, output_BT1: Tensor, microbatch: TrainBatch, counts: LossCounts) -> LossOutput:
+        if microbatch.values_BT is None or microbatch.returns_BT is None:
+            raise ValueError(
+                "the minibatch has no values_BT or returns_BT; they must be filled in before an update"
+            )
+        return value_loss(
+            values_BT=_values_before_tokens(output_BT1, microbatch),
+            old_values_BT=microbatch.values_BT,
+            returns_BT=microbatch.returns_BT,
+            response_mask_BT=microbatch.response_mask_BT,
+            sample_mask_B=microbatch.sample_mask_B,
+            settings=self._loss,
+            counts=counts,
+        )
+
+
+def _values_before_tokens(output_BT1: Tensor, microbatch: TrainBatch) -> Tensor:
+    """[B, T]; the output at j - 1 moved to j. Entry 0 has no state before it: 0."""
+    return torch.nn.functional.pad(output_BT1[:, :-1, 0].float(), (1, 0))

@@ -1,0 +1,189 @@
+"""Reads a Hugging Face model folder's config.json into the few facts that Megatron-Core needs.
+
+Pure standard library, so a model that cannot be mapped is refused before torch is imported.
+Invariant: a config that this module accepts is mapped completely; a feature that would change the numbers and is not
+mapped (sliding windows, other RoPE scalings, biases in places without one) is an error that names the key.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ppo.protocol.errors import ConfigError
+
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3RopeScaling:
+    """Frequency scaling of Llama 3.1: long wavelengths are divided by `factor`, short ones kept, blended between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HFModelConfig:
+    """What a decoder-only model is made of, in the names of Hugging Face's config.json."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_hidden_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tied: bool
+    qkv_bias: bool
+    qk_norm: bool
+    rope_theta: float
+    rope_scaling: Llama3RopeScaling | None
+
+    def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
+        """Rows of the embedding in the trainer: the vocabulary rounded up so that every TP rank holds the same share."""
+        return -(-self.vocab_size // tensor_model_parallel_size) * tensor_model_parallel_size
+
+    def check_parallelism(
+        self, *, tensor_model_parallel_size: int, pipeline_model_parallel_size: int
+    ) -> None:
+        """Raises: ConfigError if the model cannot be cut this way."""
+        tp, pp = tensor_model_parallel_size, pipeline_model_parallel_size
+        for name, value in (
+            ("num_attention_heads", self.num_heads),
+            ("num_key_value_heads", self.num_kv_heads),
+            ("intermediate_size", self.ffn_hidden_size),
+        ):
+            if value % tp:
+                raise ConfigError(
+                    f"parallelism.tensor_model_parallel_size={tp} does not divide the model's {name}={value}"
+                )
+        if self.num_layers % pp:
+            raise ConfigError(
+                f"parallelism.pipeline_model_parallel_size={pp} does not divide the model's "
+                f"num_hidden_layers={self.num_layers}"
+            )
+        if self.vocab_size <= (tp - 1) * (self.padded_vocab_size(tp) // tp):
+            raise ConfigError(
+                f"parallelism.tensor_model_parallel_size={tp} would leave a rank without any of the "
+                f"vocabulary's {self.vocab_size} entries"
+            )
+
+
+def read_hf_config(folder: str | Path) -> HFModelConfig:
+    """Map `folder`/config.json.
+
+    Raises: ConfigError if the file is missing, is not JSON, or describes a model that is not supported.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"model folder {Path(folder)} has no config.json")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    return map_hf_config(raw, source=str(path))
+
+
+def map_hf_config(raw: Mapping[str, object], *, source: str) -> HFModelConfig:
+    """Map the content of a config.json; `source` names it in messages. Raises: ConfigError."""
+    architectures = raw.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        raise ConfigError(
+            f"{source}: architecture {architecture!r} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    _refuse_unmapped(raw, source)
+    hidden, heads = _integer(raw, "hidden_size", source), _integer(raw, "num_attention_heads", source)
+    kv_heads = _integer(raw, "num_key_value_heads", source, default=heads)
+    if heads % kv_heads:
+        raise ConfigError(
+            f"{source}: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
+        )
+    # A missing head_dim means hidden / heads, except for Qwen3, whose class default is 128.
+    default_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden // heads
+    rope = _rope_parameters(raw, source)
+    return HFModelConfig(
+        architecture=str(architecture),
+        vocab_size=_integer(raw, "vocab_size", source),
+        hidden_size=hidden,
+        num_layers=_integer(raw, "num_hidden_layers", source),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=_integer(raw, "head_dim", source, default=default_head_dim),
+        ffn_hidden_size=_integer(raw, "intermediate_size", source),
+        rms_norm_eps=_number(raw, "rms_norm_eps", source, default=1e-6),
+        max_position_embeddings=_integer(raw, "max_position_embeddings", source),
+        tied=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=architecture == "Qwen2ForCausalLM",
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        rope_theta=_number(rope, "rope_theta", source, default=10000.0),
+        rope_scaling=_rope_scaling(rope, source),
+    )
+
+
+def _refuse_unmapped(raw: Mapping[str, object], source: str) -> None:
+    allowed: dict[str, tuple[object, ...]] = {
+        "hidden_act": ("silu", None),
+        "attention_bias": (False, None),
+        "mlp_bias": (False, None),
+        "use_sliding_window": (False, None),
+        "partial_rotary_factor": (1.0, None),
+    }
+    for key, values in allowed.items():
+        if raw.get(key) not in values:
+            raise ConfigError(f"{source}: {key}={raw[key]!r} is not supported; supported: {values[0]!r}")
+
+
+def _rope_parameters(raw: Mapping[str, object], source: str) -> dict[str, object]:
+    # transformers 5 keeps everything in `rope_parameters`; before, theta stood alone next to `rope_scaling`.
+    rope: dict[str, object] = {}
+    if "rope_theta" in raw:
+        rope["rope_theta"] = raw["rope_theta"]
+    for key in ("rope_scaling", "rope_parameters"):
+        nested = raw.get(key)
+        if nested is None:
+            continue
+        if not isinstance(nested, dict):
+            raise ConfigError(f"{source}: {key} must be a mapping, got {nested!r}")
+        rope.update(nested)
+    return rope
+
+
+def _rope_scaling(rope: Mapping[str, object], source: str) -> Llama3RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise ConfigError(f"{source}: rope type {kind!r} is not supported; supported: default, llama3")
+    return Llama3RopeScaling(
+        factor=_number(rope, "factor", source),
+        low_freq_factor=_number(rope, "low_freq_factor", source),
+        high_freq_factor=_number(rope, "high_freq_factor", source),
+        original_max_position_embeddings=_integer(rope, "original_max_position_embeddings", source),
+    )
+
+
+def _number(raw: Mapping[str, object], key: str, source: str, *, default: float | None = None) -> float:
+    value = raw.get(key)
+    if value is None:
+        if default is None:
+            raise ConfigError(f"{source}: {key} is missing")
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise ConfigError(f"{source}: {key} must be a positive number, got {value!r}")
+    return float(value)
+
+
+def _integer(raw: Mapping[str, object], key: str, source: str, *, default: int | None = None) -> int:
+    value = _number(raw, key, source, default=None if default is None else float(default))
+    if value != int(value):
+        raise ConfigError(f"{source}: {key} must be a whole number, got {value!r}")
+    return int(value)

@@ -1,0 +1,205 @@
+"""Builds Megatron-Core GPT models, with a language-model head or a scalar value head, from an HFModelConfig.
+
+Megatron's local layer spec everywhere, with two parts of our own: an RMSNorm that knows sequence parallelism and a
+core attention on `scaled_dot_product_attention` (Megatron's local ones refuse sequence parallelism and are 2-4x slower).
+Parameters are left uninitialised: `mcore.weights` fills every one of them and fails if it cannot.
+
+Imports `megatron.core`, so `platform.install()` must have run.
+
+Shape legend: S sequence, B batch, N heads, D head dimension, H hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from torch import Tensor
+
+from megatron_ppo.mcore import platform
+from megatron_ppo.mcore.hf_config import HFModelConfig
+from megatron_ppo.mcore.parallel import ParallelContext
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """RMSNorm whose gradient is summed over the tensor group when the sequence is cut over it."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        # Read by megatron.core's finalize_model_grads.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class SDPACoreAttention(MegatronModule):
+    """Causal attention by torch's fused kernel; grouped key/value heads are not expanded."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **_: object,
+    ) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query_SBND: Tensor,
+        key_SBND: Tensor,
+        value_SBND: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: object,
+    ) -> Tensor:
+        """[S, B, N * D]. Sequences are right-padded, so causality alone keeps padding out of real positions."""
+        if attention_mask is not None or attention_bias is not None or packed_seq_params is not None:
+            raise NotImplementedError(
+                "SDPACoreAttention takes right-padded batches: no mask, bias or packing"
+            )
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query_SBND, key_SBND, value_SBND))
+        out_BNSD = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self.scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        out_SBND = out_BNSD.permute(2, 0, 1, 3).contiguous()
+        return out_SBND.view(*out_SBND.shape[:2], -1)
+
+
+class ValueHead(torch.nn.Linear):
+    """Scalar output layer of the critic, replicated over the tensor group; weight and bias start at zero."""
+
+    def __init__(self, config: TransformerConfig, tensor_group: torch.distributed.ProcessGroup) -> None:
+        super().__init__(config.hidden_size, 1, bias=True, dtype=config.params_dtype)
+        self.sequence_parallel, self.tensor_group = config.sequence_parallel, tensor_group
+        torch.nn.init.zeros_(self.weight)
+        torch.nn.init.zeros_(self.bias)
+        for parameter in self.parameters():
+            # Each rank sees its part of the sequence only: finalize_model_grads sums their gradients.
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(  # type: ignore[override]
+        self, hidden_SBH: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """([S, B, 1] float32, None), in the signature of Megatron's output layers."""
+        value_SB1 = super().forward(hidden_SBH).float()
+        if self.sequence_parallel:
+            # The loss is computed on every rank of the tensor group, so the backward pass cuts and must not sum.
+            value_SB1 = gather_from_sequence_parallel_region(
+                value_SB1, tensor_parallel_output_grad=False, group=self.tensor_group
+            )
+        return value_SB1, None
+
+
+def transformer_config(
+    model: HFModelConfig, parallel: ParallelContext, *, dtype: torch.dtype
+) -> TransformerConfig:
+    """Megatron's description of the model. Only fields that 0.16.x and 0.19.x share; dropout is 0 everywhere."""
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_heads,
+        num_query_groups=model.num_kv_heads,
+        kv_channels=model.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=model.qkv_bias,
+        qk_layernorm=model.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        tensor_model_parallel_size=parallel.tp_size,
+        pipeline_model_parallel_size=parallel.pp_size,
+        sequence_parallel=parallel.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=not platform.on_cuda(),
+        perform_initialization=False,
+        # The fused kernels below need Apex or Transformer Engine.
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        batch_p2p_sync=False,
+        # Microbatches have their own lengths; Megatron allows that only with this MoE setting, dense models included.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+    )
+
+
+def build_model(
+    model: HFModelConfig, config: TransformerConfig, parallel: ParallelContext, *, value_head: bool
+) -> GPTModel:
+    """This rank's part of the model, on its device, uninitialised except for the value head (zero)."""
+    groups = parallel.process_groups()
+    spec = get_gpt_layer_local_spec(qk_layernorm=model.qk_norm, normalization="RMSNorm")
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = SDPACoreAttention
+    if model.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    layers = get_num_layers_to_build(config, pp_rank=parallel.pp_rank)
+    gpt = GPTModel(
+        config,
+        TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm),
+        vocab_size=model.padded_vocab_size(parallel.tp_size),
+        max_sequence_length=model.max_position_embeddings,
+        pre_process=parallel.is_first_stage,
+        post_process=parallel.is_last_stage,
+        parallel_output=True,
+        share_embeddings_and_output_weights=model.tied and not value_head,
+        position_embedding_type="rope",
+        rotary_base=model.rope_theta,
+        pg_collection=groups,
+    )
+    gpt.rotary_pos_emb.inv_freq = rope_inverse_frequencies(model)
+    if value_head and parallel.is_last_stage:
+        gpt.output_layer = ValueHead(config, parallel.tensor)
+    return gpt.to(parallel.device)
+
+
+def rope_inverse_frequencies(model: HFModelConfig) -> Tensor:
+    """float32 [D / 2]; θ^(-2i / D), scaled as in Llama 3.1 where the model says so.
+
+    Megatron's own scaling fixes the original length and the two frequency factors, hence this one.
+    Source: Su et al., arXiv:2104.09864, eq. 15; Llama 3.1's `rope_type: llama3` in transformers.
+    """
+    exponent = torch.arange(0, model.head_dim, 2, dtype=torch.int64).float() / model.head_dim
+    frequency = 1.0 / (model.rope_theta**exponent)
+    scaling = model.rope_scaling
+    if scaling is None:
+        return frequency
+    wavelength = 2 * math.pi / frequency
+    long = scaling.original_max_position_embeddings / scaling.low_freq_factor
+    short = scaling.original_max_position_embeddings / scaling.high_freq_factor
+    # 0 at the longest unscaled wavelength, 1 at the shortest scaled one.
+    blend = (scaling.original_max_position_embeddings / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    blended = (1 - blend) * frequency / scaling.factor + blend * frequency
+    scaled = torch.where(wavelength > long, frequency / scaling.factor, frequency)
+    return torch.where((wavelength <= long) & (wavelength >= short), blended, scaled)

@@ -1,0 +1,245 @@
+"""The one place that makes Megatron-Core run without CUDA, and that knows both supported versions of it.
+
+`install()` is called once per process before anything imports `megatron.core`; `MegatronPolicy`, `MegatronCritic`,
+the checkpoint functions and `distributed_runtime` do that. Where CUDA is available it does nothing at all, so a GPU
+runs unpatched Megatron-Core. The patches are process-global: an inference engine never shares this process.
+
+Megatron-Core 0.16.x passes `torch.cuda.current_device()` or the literal "cuda" as `device=` and compares
+`Tensor.type()` with "torch.cuda.*Tensor"; 0.19.x still does. Each patch below answers one of these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from importlib import import_module
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from megatron_ppo.protocol.errors import MegatronPPOError
+
+_FACTORIES = (
+    "tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint",
+    "empty_like", "zeros_like", "ones_like", "full_like", "as_tensor",
+)  # fmt: skip
+_CUDA_TYPE_NAMES = {
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.float16: "torch.cuda.HalfTensor",
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+}
+_state = {"installed": False}
+
+
+def device() -> torch.device:
+    """Where models and batches live: this process's CUDA device, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if on_cuda() else torch.device("cpu")
+
+
+def on_cuda() -> bool:
+    """Whether the unpatched GPU path runs."""
+    return torch.cuda.is_available()
+
+
+def install() -> None:
+    """Prepare this process for Megatron-Core. Idempotent.
+
+    Raises: MegatronPPOError if `megatron.core` was imported before, unprepared, on a machine without CUDA.
+    """
+    if _state["installed"]:
+        return
+    if not on_cuda():
+        import sys
+
+        if "megatron.core" in sys.modules:
+            raise MegatronPPOError(
+                "megatron.core was imported before megatron_ppo.mcore.platform.install(); without CUDA it must come after"
+            )
+        with _compile_disabled():
+            _patch_cuda_module()
+            _patch_tensors()
+            _import_megatron()
+        _patch_megatron_rng()
+    else:
+        _import_megatron()
+    _state["installed"] = True
+
+
+def _import_megatron() -> None:
+    # Megatron-Core warns once per missing optional package (Transformer Engine, Apex); none is needed here.
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in (
+            "megatron.core.models.gpt.gpt_model",
+            "megatron.core.optimizer",
+            "megatron.core.pipeline_parallel.schedules",
+            "megatron.core.tensor_parallel.random",
+        ):
+            import_module(name)
+
+
+@contextlib.contextmanager
+def _compile_disabled() -> Any:
+    """Megatron decorates small functions with `torch.compile` at import; on CPU that costs seconds and a C++ compiler."""
+    original = torch.compile
+
+    def passthrough(function: Any = None, **_: Any) -> Any:
+        return function if function is not None else (lambda inner: inner)
+
+    torch.compile = passthrough
+    try:
+        yield
+    finally:
+        torch.compile = original
+
+
+class _Event:
+    """Stands in for a CUDA event; on the CPU everything has already happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> None:
+        """Nothing to record."""
+
+    def wait(self, *_: Any) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """Always complete."""
+        return True
+
+    def elapsed_time(self, *_: Any) -> float:
+        """No device time passes."""
+        return 0.0
+
+
+class _Stream:
+    """Stands in for a CUDA stream; work on the CPU is already in order."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_stream(self, *_: Any) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, *_: Any) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self, *_: Any) -> _Event:
+        """An event that has happened."""
+        return _Event()
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+
+def _patch_cuda_module() -> None:
+    cuda: Any = torch.cuda
+    cpu, stream = torch.device("cpu"), _Stream()
+
+    # A new function object per name: dynamo refuses one object under two names.
+    def nothing() -> Callable[..., None]:
+        return lambda *_, **__: None
+
+    def zero() -> Callable[..., int]:
+        return lambda *_, **__: 0
+
+    def get_state() -> Callable[..., torch.Tensor]:
+        return lambda device=None: torch.get_rng_state()
+
+    def set_state() -> Callable[..., None]:
+        return lambda state, device=None: torch.set_rng_state(state)
+
+    def manual_seed(seed: int) -> None:
+        # Not torch.manual_seed: that one calls back into torch.cuda.
+        torch.default_generator.manual_seed(seed)
+
+    cuda.current_device = lambda: cpu
+    cuda.manual_seed = manual_seed
+    for name in ("synchronize", "empty_cache", "set_device"):
+        setattr(cuda, name, nothing())
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved"):
+        setattr(cuda, name, zero())
+    for module in (cuda, cuda.random):
+        module.get_rng_state, module.set_rng_state = get_state(), set_state()
+    cuda.Stream, cuda.Event = _Stream, _Event
+    cuda.current_stream = lambda *_: stream
+    cuda.default_stream = lambda *_: stream
+    cuda.stream = lambda *_: contextlib.nullcontext()
+
+
+def _patch_tensors() -> None:
+    cpu = torch.device("cpu")
+    # `with torch.device(...)` recognises factories by identity, in a set made on first use: make it of the originals.
+    device_module: Any = import_module("torch.utils._device")
+    device_module._device_constructors()
+
+    def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+            where = kwargs.get("device")
+            if where is not None and where is not cpu and str(where).startswith("cuda"):
+                kwargs["device"] = cpu
+            if kwargs.get("pin_memory"):
+                kwargs["pin_memory"] = False
+            return factory(*args, **kwargs)
+
+        return create
+
+    for name in _FACTORIES:
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+    original_type = torch.Tensor.type
+
+    def type_name(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None and not args and self.dtype in _CUDA_TYPE_NAMES:
+            return _CUDA_TYPE_NAMES[self.dtype]
+        return original_type(self, dtype, *args, **kwargs) if dtype is not None else original_type(self)
+
+    tensor_class: Any = torch.Tensor
+    tensor_class.type = type_name
+    tensor_class.cuda = lambda self, *_, **__: self
+    module_class: Any = torch.nn.Module
+    module_class.cuda = lambda self, *_, **__: self
+
+
+def _patch_megatron_rng() -> None:
+    random: Any = import_module("megatron.core.tensor_parallel.random")
+    # The original queues the call until CUDA is initialised, which never happens: a silent no-op.
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    logging.getLogger(random.__name__).addFilter(
+        # On the CPU both names mean the same generator, so this warning is always there and always wrong.
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
+
+
+def forward_backward_function(pipeline_model_parallel_size: int) -> Callable[..., list[Any]]:
+    """Megatron's schedule for this pipeline depth, without asking `parallel_state` (unused here).
+
+    The sizes are arguments of `get_forward_backward_func` in 0.16.x and 0.19.x alike.
+    """
+    schedules: Any = import_module("megatron.core.pipeline_parallel.schedules")
+    schedule: Callable[..., list[Any]] = schedules.get_forward_backward_func(
+        pp_size=pipeline_model_parallel_size, vp_size=None
+    )
+    return schedule
+
+
+def local_rank() -> int:
+    """This process's CUDA device under torchrun; 0 otherwise."""
+    return int(os.environ.get("LOCAL_RANK", "0"))

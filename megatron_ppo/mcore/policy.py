@@ -1,0 +1,172 @@
+"""The trained policy: log-probs, updates, and its weights in the Hugging Face layout. Implements loop ports Policy and
+WeightSource; driven by the loop on every rank in the same order.
+
+Invariant: scoring and training compute the same function (dropout 0, same kernels, same temperature), so before the
+first update of a step the PPO ratio is 1 up to rounding.
+
+Shape legend: B sequences, T token positions (right-padded), V vocabulary entries of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_ppo.data.batch import TrainBatch
+from megatron_ppo.mcore import platform
+from megatron_ppo.mcore.parallel import ParallelContext
+from megatron_ppo.mcore.settings import OptimizerSettings, Precision, SchedulerSettings
+from megatron_ppo.mcore.vocab_parallel import next_token_entropy, next_token_logprobs
+from megatron_ppo.mcore.weights import export_hf_weights, hf_weight_metadata
+from megatron_ppo.numerics.loss_output import LossCounts, LossOutput, share
+from megatron_ppo.numerics.loss_settings import PolicyLossSettings
+from megatron_ppo.numerics.losses import policy_loss
+from megatron_ppo.numerics.masking import trainable_mask
+from megatron_ppo.protocol.errors import ConfigError
+from megatron_ppo.protocol.weights import TensorMeta
+
+if TYPE_CHECKING:
+    from megatron_ppo.mcore.trained_model import TrainedModel
+
+
+class MegatronPolicy:
+    """A language model trained by the clipped policy-gradient loss.
+
+    Args:
+        model: Hugging Face folder (config.json and safetensors) with the initial weights.
+        parallel: groups of this model; policy and critic may differ.
+        precision: of parameters and activations; gradients and the optimizer are float32 in both.
+        train_micro_batch_size, logprob_batch_size: sequences per forward pass and data-parallel rank, at most. Neither
+            changes a result, only memory and speed.
+        temperature: of sampling, > 0; log-probs and entropy are those of softmax(logits / temperature).
+        reference: keep a second, frozen copy of the initial weights for `reference_logprobs`.
+        seed: of Megatron's generators.
+    Raises: ConfigError for a model that cannot be mapped or cut, or a bad setting.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str | Path,
+        parallel: ParallelContext,
+        optimizer: OptimizerSettings,
+        scheduler: SchedulerSettings,
+        train_micro_batch_size: int,
+        logprob_batch_size: int,
+        pad_token_id: int,
+        precision: Precision = "fp32",
+        temperature: float = 1.0,
+        loss: PolicyLossSettings | None = None,
+        reference: bool = False,
+        seed: int = 42,
+    ) -> None:
+        if not temperature > 0.0:
+            raise ConfigError(f"the policy's temperature must be > 0, got {temperature}")
+        platform.install()
+        # Not at the top: importing megatron.core must come after install().
+        from megatron_ppo.mcore.trained_model import ModelSettings, TrainedModel
+
+        settings = ModelSettings(
+            folder=Path(model),
+            parallel=parallel,
+            precision=precision,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            train_micro_batch_size=train_micro_batch_size,
+            forward_batch_size=logprob_batch_size,
+            pad_token_id=pad_token_id,
+            seed=seed,
+            value_head=False,
+        )
+        self.trained: TrainedModel = TrainedModel(settings)
+        self._temperature = temperature
+        self._loss = PolicyLossSettings() if loss is None else loss
+        self._reference = self.trained.frozen_copy() if reference else None
+
+    def logprobs(self, batch: TrainBatch, *, temperature: float | None = None) -> Tensor:
+        """float32 [B, T] nats with the current weights; 0 outside the response mask. The same on every rank."""
+        return self._score(batch, self.trained.module, temperature)
+
+    def reference_logprobs(self, batch: TrainBatch) -> Tensor:
+        """The same with the frozen initial weights. Raises: ConfigError if the policy was built without them."""
+        if self._reference is None:
+            raise ConfigError("reference log-probs need a policy with reference=True, got reference=False")
+        return self._score(batch, self._reference, None)
+
+    def update(self, minibatches: Sequence[TrainBatch]) -> dict[str, float]:
+        """One optimizer step per minibatch, then one scheduler tick; metrics `train/...` are means over minibatches.
+
+        Raises: NonFiniteError, with the offending ordinals, before the optimizer step is applied.
+        """
+        return self.trained.update(minibatches, self._minibatch_loss, "train")
+
+    def weight_metadata(self) -> tuple[TensorMeta, ...]:
+        """Names, shapes and dtypes in the order of `full_weights`; the same on every rank."""
+        return hf_weight_metadata(self.trained.model, self.trained.dtype)
+
+    def full_weights(self) -> Iterator[Tensor]:
+        """Collective over all ranks: gathers one tensor at a time. What it yields is the same on every rank."""
+        return export_hf_weights(self.trained.gpt, self.trained.weight_map)
+
+    def parameters_hash(self) -> str:
+        """Changes if and only if a parameter does; the same on every rank."""
+        return self.trained.parameters_hash()
+
+    def _score(self, batch: TrainBatch, module: torch.nn.Module, temperature: float | None) -> Tensor:
+        used = self._temperature if temperature is None else temperature
+        if not used > 0.0:
+            raise ValueError(f"temperature must be > 0, got {used}")
+
+        def score(output_BTV: Tensor, microbatch: TrainBatch) -> Tensor:
+            return self._logprobs(self._logits(output_BTV, used), microbatch)
+
+        return self.trained.tokens(batch, score, module)
+
+    def _logits(self, output_BTV: Tensor, temperature: float) -> Tensor:
+        """float32, without the padded end of the vocabulary, temperature applied."""
+        start = self._vocab_start
+        real = min(self.trained.model.vocab_size - start, output_BTV.shape[-1])
+        logits_BTV = output_BTV[..., :real].float()
+        return logits_BTV if temperature == 1.0 else logits_BTV / temperature
+
+    def _logprobs(self, logits_BTV: Tensor, microbatch: TrainBatch) -> Tensor:
+        return next_token_logprobs(
+            logits_BTV,
+            microbatch.token_ids_BT,
+            group=self.trained.parallel.tensor,
+            vocab_start=self._vocab_start,
+        )
+
+    @property
+    def _vocab_start(self) -> int:
+        parallel = self.trained.parallel
+        return parallel.tp_rank * (self.trained.model.padded_vocab_size(parallel.tp_size) // parallel.tp_size)
+
+    def _minibatch_loss(self, output_BTV: Tensor, microbatch: TrainBatch, counts: LossCounts) -> LossOutput:
+        logits_BTV = self._logits(output_BTV, self._temperature)
+        result = policy_loss(
+            logprobs_BT=self._logprobs(logits_BTV, microbatch),
+            old_logprobs_BT=_filled(microbatch.old_logprobs_BT, "old_logprobs_BT"),
+            generation_logprobs_BT=microbatch.generation_logprobs_BT,
+            ref_logprobs_BT=microbatch.ref_logprobs_BT,
+            advantages_BT=_filled(microbatch.advantages_BT, "advantages_BT"),
+            response_mask_BT=microbatch.response_mask_BT,
+            sample_mask_B=microbatch.sample_mask_B,
+            reward_B=microbatch.reward_B,
+            settings=self._loss,
+            counts=counts,
+        )
+        mask_BT = trainable_mask(microbatch.response_mask_BT, microbatch.sample_mask_B)
+        entropy_BT = next_token_entropy(logits_BTV.detach(), group=self.trained.parallel.tensor)
+        metrics = {**result.metrics, "train/entropy": share(entropy_BT, mask_BT, counts.valid_tokens)}
+        return LossOutput(loss=result.loss, sequence_loss_B=result.sequence_loss_B, metrics=metrics)
+
+
+def _filled(tensor: Tensor | None, name: str) -> Tensor:
+    if tensor is None:
+        raise ValueError(f"the minibatch has no {name}; it must be filled in before an update")
+    return tensor

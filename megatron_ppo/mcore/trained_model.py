@@ -1,0 +1,279 @@
+"""One trained model on this rank: module, optimizer, scheduler, and the update that policy and critic share.
+
+Imports `megatron.core`, so `platform.install()` must have run. Driven by `MegatronPolicy` and `MegatronCritic`, which
+differ in their head, their loss and their metric names only.
+
+Invariant: an update that raises NonFiniteError has applied no optimizer step for the minibatch it was raised on, and
+it is raised on every rank together.
+
+Shape legend: B sequences, T token positions (right-padded), V vocabulary entries of this rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from megatron_ppo.data.batch import TrainBatch
+from megatron_ppo.mcore import forward, model, optimizer
+from megatron_ppo.mcore.hf_config import HFModelConfig, read_hf_config
+from megatron_ppo.mcore.parallel import ParallelContext
+from megatron_ppo.mcore.settings import OptimizerSettings, Precision, SchedulerSettings
+from megatron_ppo.mcore.weights import WeightMap, load_hf_weights
+from megatron_ppo.numerics.loss_output import LossCounts, LossOutput
+from megatron_ppo.numerics.reduce import MetricPart, combine, finalise, over_minibatches
+from megatron_ppo.protocol.errors import ConfigError, NonFiniteError
+
+logger = logging.getLogger(__name__)
+
+_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+# (model output, microbatch, counts of the whole minibatch) -> loss share and metrics
+MinibatchLoss = Callable[[Tensor, TrainBatch, LossCounts], LossOutput]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """What policy and critic have in common. See `MegatronPolicy` for the fields."""
+
+    folder: Path
+    parallel: ParallelContext
+    precision: Precision
+    optimizer: OptimizerSettings
+    scheduler: SchedulerSettings
+    train_micro_batch_size: int
+    forward_batch_size: int
+    pad_token_id: int
+    seed: int
+    value_head: bool
+
+    def __post_init__(self) -> None:
+        if self.precision not in _DTYPES:
+            raise ConfigError(f"precision must be one of {', '.join(_DTYPES)}, got {self.precision!r}")
+        for name in ("train_micro_batch_size", "forward_batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be >= 1, got {getattr(self, name)}")
+
+
+class TrainedModel:
+    """A Megatron GPT model with DDP, the distributed optimizer and its scheduler.
+
+    Attributes:
+        gpt: the bare model; parameters are views of DDP's buffer.   module: what the schedule calls.
+        optimizer, scheduler: Megatron's; saved and loaded by `mcore.checkpoint`.
+    """
+
+    def __init__(self, settings: ModelSettings) -> None:
+        self.settings = settings
+        self.parallel = settings.parallel
+        self.model: HFModelConfig = read_hf_config(settings.folder)
+        self.model.check_parallelism(
+            tensor_model_parallel_size=self.parallel.tp_size,
+            pipeline_model_parallel_size=self.parallel.pp_size,
+        )
+        self.dtype = _DTYPES[settings.precision]
+        # Dropout is 0, so these generators never draw; Megatron asks for their existence.
+        model_parallel_cuda_manual_seed(
+            settings.seed, tp_rank=self.parallel.tp_rank, ep_rank=0, etp_rank=0, force_reset_rng=True
+        )
+        self.config = model.transformer_config(self.model, self.parallel, dtype=self.dtype)
+        self.gpt = self._build()
+        self.module = optimizer.wrap_data_parallel(
+            _with_precision(self.gpt, self), self.config, self.parallel
+        )
+        self.optimizer = optimizer.build_optimizer(
+            self.module, settings.optimizer, self.parallel, dtype=self.dtype
+        )
+        self.scheduler = optimizer.build_scheduler(self.optimizer, settings.scheduler, settings.optimizer)
+        # Without these two neither the gradient reductions nor a loss scale would happen.
+        self.config.finalize_model_grads_func = finalize_model_grads
+        self.config.grad_scale_func = self.optimizer.scale_loss
+
+    def _build(self) -> Any:
+        gpt = model.build_model(self.model, self.config, self.parallel, value_head=self.settings.value_head)
+        load_hf_weights(gpt, self.weight_map, self.settings.folder)
+        return gpt
+
+    def frozen_copy(self) -> torch.nn.Module:
+        """A second model with the folder's weights and no gradients (the reference policy)."""
+        gpt = self._build()
+        for parameter in gpt.parameters():
+            parameter.requires_grad_(False)
+        return _with_precision(gpt, self)
+
+    @property
+    def weight_map(self) -> WeightMap:
+        """How this rank's parameters correspond to Hugging Face tensors."""
+        layers_per_stage = self.model.num_layers // self.parallel.pp_size
+        return WeightMap(
+            model=self.model, parallel=self.parallel, first_layer=self.parallel.pp_rank * layers_per_stage
+        )
+
+    def tokens(
+        self, batch: TrainBatch, function: forward.TokenFunction, module: torch.nn.Module | None = None
+    ) -> Tensor:
+        """float32 [B, T] on the CPU, the same on every rank; see `forward.token_pass`."""
+        return forward.token_pass(
+            self.module if module is None else module,
+            self.config,
+            self.parallel,
+            batch,
+            function,
+            microbatch_size=self.settings.forward_batch_size,
+            pad_token_id=self.settings.pad_token_id,
+        )
+
+    def update(self, minibatches: Sequence[TrainBatch], loss: MinibatchLoss, prefix: str) -> dict[str, float]:
+        """One optimizer step per minibatch, then one scheduler tick.
+
+        Returns: metrics under `prefix`, the same on every rank.
+        Raises: NonFiniteError; ValueError for no minibatches or one that the data-parallel size does not divide.
+        """
+        if not minibatches:
+            raise ValueError("update needs at least one minibatch")
+        steps = [self._step(minibatch, loss, prefix) for minibatch in minibatches]
+        group = self.optimizer.param_groups[0]
+        metrics = finalise(over_minibatches(steps))
+        metrics[f"{prefix}/lr"] = float(group["lr"])
+        metrics[f"{prefix}/wd"] = self.settings.optimizer.weight_decay
+        self.scheduler.step(1)
+        return metrics
+
+    def _step(self, minibatch: TrainBatch, loss: MinibatchLoss, prefix: str) -> dict[str, MetricPart]:
+        counts = LossCounts.of(minibatch)
+        microbatches = forward.split_microbatches(
+            forward.data_parallel_share(minibatch, self.parallel),
+            self.settings.train_micro_batch_size,
+            self.parallel,
+            pad_token_id=self.settings.pad_token_id,
+        )
+        self._zero_gradients()
+
+        def share(output: Tensor, microbatch: TrainBatch) -> tuple[Tensor, _Report]:
+            result = loss(output, microbatch, counts)
+            bad_B = ~torch.isfinite(result.sequence_loss_B)
+            ordinals = tuple(microbatch.ordinal_B[bad_B].tolist())
+            # A finite sum of shares is not promised to have a finite gradient; the norm is checked as well.
+            return result.loss, _Report(metrics=result.metrics, bad_ordinals=ordinals)
+
+        reports = forward.training_pass(self.module, self.config, self.parallel, microbatches, share)
+        self._raise_if_loss_is_bad(reports)
+        norm = self._apply(minibatch)
+        metrics = self._reduce([report.metrics for report in reports])
+        metrics[f"{prefix}/grad_norm"] = _part(norm)
+        metrics[f"{prefix}/global_valid_toks"] = _part(counts.valid_tokens)
+        metrics[f"{prefix}/global_valid_seqs"] = _part(counts.valid_sequences)
+        return metrics
+
+    def _zero_gradients(self) -> None:
+        # Both: the first clears the reduction buffer, the second drops `.grad` aliases that would be added again.
+        self.module.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def _raise_if_loss_is_bad(self, reports: Sequence[_Report]) -> None:
+        mine = tuple(ordinal for report in reports for ordinal in report.bad_ordinals)
+        flag = torch.tensor([len(mine)], dtype=torch.int64, device=self.parallel.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.parallel.everyone)
+        if int(flag) == 0:
+            return
+        gathered: list[tuple[int, ...]] = [()] * self.parallel.everyone.size()
+        dist.all_gather_object(gathered, mine, group=self.parallel.everyone)
+        ordinals = tuple(sorted({ordinal for part in gathered for ordinal in part}))
+        self._zero_gradients()
+        raise NonFiniteError(
+            f"the loss is NaN or infinite for the prompts with ordinals {list(ordinals)}; no optimizer step was applied",
+            ordinals,
+        )
+
+    def _apply(self, minibatch: TrainBatch) -> float:
+        """Check the gradient's norm on every rank, clip it and step. Returns the norm before clipping."""
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            ordinals = tuple(sorted(set(minibatch.ordinal_B.tolist())))
+            self._zero_gradients()
+            raise NonFiniteError(
+                f"the gradient norm is {norm} while every sequence's loss is finite; the minibatch has the prompts "
+                f"with ordinals {list(ordinals)}; no optimizer step was applied",
+                ordinals,
+            )
+        stepped, _, _ = self.optimizer.step()
+        if not stepped:
+            raise AssertionError("the optimizer skipped a step with a finite gradient")
+        return norm
+
+    def _reduce(self, parts: Sequence[Mapping[str, MetricPart]]) -> dict[str, MetricPart]:
+        """Join over microbatches and data-parallel ranks, then tell the stages that saw no loss."""
+        parallel = self.parallel
+        joined: dict[str, MetricPart] = {}
+        if parallel.is_last_stage:
+            mine = combine(parts)
+            if parallel.dp_size > 1:
+                # float64 CPU scalars by now: one small object per rank and step.
+                gathered: list[Any] = [None] * parallel.dp_size
+                dist.all_gather_object(gathered, _to_cpu(mine), group=parallel.data)
+                mine = combine(gathered)
+            joined = _to_cpu(mine)
+        if parallel.pp_size > 1:
+            box: list[Any] = [joined]
+            dist.broadcast_object_list(box, src=parallel.stage_ranks()[-1], group=parallel.pipeline)
+            joined = box[0]
+        return joined
+
+    def parameters_hash(self) -> str:
+        """Digest of all parameters' bits, the same on every rank; equal exactly if no parameter changed, barring luck.
+
+        Cheap: one sum of bit patterns per parameter, no copy to the host.
+        """
+        sums = [
+            (name, int(_bits(parameter.detach()).sum(dtype=torch.int64)))
+            for name, parameter in self.gpt.named_parameters()
+        ]
+        gathered: list[Any] = [None] * self.parallel.model.size()
+        dist.all_gather_object(gathered, sums, group=self.parallel.model)
+        return hashlib.sha256(repr(gathered).encode()).hexdigest()
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's shards, detached, in Megatron's names."""
+        for name, parameter in self.gpt.named_parameters():
+            yield name, parameter.detach()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Report:
+    metrics: Mapping[str, MetricPart]
+    bad_ordinals: tuple[int, ...]
+
+
+def _with_precision(gpt: Any, trained: TrainedModel) -> torch.nn.Module:
+    if trained.dtype == torch.float32:
+        module: torch.nn.Module = gpt
+        return module
+    wrapped: torch.nn.Module = Float16Module(trained.config, gpt)
+    # 0.16.x and 0.19.x read the pipeline group from here; without it they ask the global state.
+    wrapped.pg_collection = trained.parallel.process_groups()  # type: ignore[assignment]
+    return wrapped
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view({4: torch.int32, 2: torch.int16}[tensor.element_size()])
+
+
+def _part(value: float) -> MetricPart:
+    return MetricPart(value=torch.tensor(float(value), dtype=torch.float64), kind="sum")
+
+
+def _to_cpu(parts: Mapping[str, MetricPart]) -> dict[str, MetricPart]:
+    return {name: MetricPart(value=part.value.cpu(), kind=part.kind) for name, part in parts.items()}
