@@ -87,17 +87,26 @@ test-long: setup ## the slow tests that CI leaves out
 	$(BIN)/python -m pytest -m slow tests/unit tests/functional $(PYTEST_ARGS)
 
 .PHONY: lint
-lint: setup ## ruff, mypy --strict on the core, import contracts, spelling
+lint: setup ## ruff, mypy --strict on the core, import contracts, spelling, generated files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+	$(BIN)/python scripts/make_config_docs.py --check
 
 .PHONY: format
 format: setup ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+.PHONY: docs
+docs: setup ## generate docs/configuration.md and conf/ defaults from the schema
+	$(BIN)/python scripts/make_config_docs.py
+
+.PHONY: doctor
+doctor: setup ## examine this machine and the environment
+	$(BIN)/python scripts/doctor.py
 
 .PHONY: compat
 compat: $(COMPAT_STAMP) ## the tests under Python 3.12 and megatron-core 0.19.2, in .venv-compat
