@@ -2,8 +2,8 @@
 
 Command: python scripts/make_config_docs.py [--check]
 
-The schema is the only place where a key is declared and described. `--check` writes nothing and exits 1 when a file
-is out of date.
+The schema is the only place where a key is declared and described. `--check` writes nothing and exits 1 when
+a file is out of date.
 """
 
 from __future__ import annotations

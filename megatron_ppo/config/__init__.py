@@ -1,1 +1,1 @@
-"""Configuration: Hydra composes, pydantic decides, `_target_` builds. No torch, ray, vllm or megatron here."""
+"""Configuration: Hydra composes, pydantic decides, `_target_` builds. No torch, ray, vllm."""

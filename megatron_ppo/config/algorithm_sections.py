@@ -1,6 +1,6 @@
 """Sections that define what is computed: schedule, algorithm, advantage and the two losses.
 
-Field names of `loss` and `value_loss` equal those of the settings records in `megatron_ppo.numerics.loss_settings`,
+Field names of `loss` and `value_loss` equal those of the records in `megatron_ppo.numerics.loss_settings`,
 which also own the rules about their combinations.
 """
 
@@ -29,8 +29,8 @@ class ScheduleSection(Section):
     )
     warmup_generation_lead_steps: int | None = setting(
         None,
-        "L: how many steps ahead rollouts may be banked during warm-up. null is the age. An explicit value must be at "
-        "least max(age, 1) and needs policy_training_start_step > 0.",
+        "L: how many steps ahead rollouts may be banked during warm-up. null is the age. An explicit value "
+        "must be at least max(age, 1) and needs policy_training_start_step > 0.",
         unit="steps",
     )
     warmup_max_trajectory_age_steps: int | None = setting(
@@ -60,8 +60,8 @@ class ScheduleSection(Section):
         )
         if lead is not None and alias is not None and lead != alias:
             raise ValueError(
-                f"warmup_generation_lead_steps={lead} and warmup_max_trajectory_age_steps={alias} are two names of "
-                "one setting; set only one of them, or both to the same value"
+                f"warmup_generation_lead_steps={lead} and warmup_max_trajectory_age_steps={alias} are two "
+                "names of one setting; set only one of them, or both to the same value"
             )
         merged = {**values, "warmup_generation_lead_steps": alias if lead is None else lead}
         merged.pop("warmup_max_trajectory_age_steps", None)

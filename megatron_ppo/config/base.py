@@ -1,7 +1,7 @@
-"""What every section of the configuration has in common. Owns the field declaration that carries unit and purpose.
+"""What all sections have in common. Owns the field declaration that carries unit and purpose.
 
-Driven by the section modules; `scripts/make_config_docs.py` reads the same declarations, so documentation, default
-YAML files and validation cannot disagree.
+Driven by the section modules; `reference` reads the same declarations, so that documentation, default YAML
+files and validation cannot disagree.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
-    """A frozen part of the configuration. Unknown keys and values of another type are errors, never coerced."""
+    """A frozen part of the configuration. Unknown keys and values of another type are errors."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True
@@ -24,7 +24,7 @@ class Section(BaseModel):
 
 
 class BuiltSection(Section):
-    """A section with a `_target_`: the dotted path of the class that takes its fields as keyword arguments."""
+    """A section with a `_target_`: dotted path of the class that takes its fields as keyword arguments."""
 
     target: str = Field(alias="_target_")
 

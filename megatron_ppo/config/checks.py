@@ -1,21 +1,22 @@
 """The rules between sections, and the numbers that follow from the configuration.
 
-Driven by `derive`, which every entry point calls before any worker, engine or process group exists. All findings are
-reported together. Rules that live with a part (losses, models, run directory) are reached by dotted name; the modules
-named here import no torch.
+Driven by `derive`, which every entry point calls before any worker, engine or process group exists. All
+findings are reported together. Rules that live with a part (losses, optimizers, models, run directory) are
+reached by dotted name; the modules named here import no torch.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
 from megatron_ppo.config.derived import Derived, ModelFacts, ParallelSizes
 from megatron_ppo.config.layout import layout
 from megatron_ppo.config.messages import config_error
-from megatron_ppo.config.model_sections import ModelSource
+from megatron_ppo.config.model_sections import ModelSource, TrainedModelSection
 from megatron_ppo.config.schema import RunConfig
 from megatron_ppo.config.targets import build, resolve
 from megatron_ppo.protocol.errors import ConfigError
@@ -25,6 +26,8 @@ T = TypeVar("T")
 _PREVIEW_STEPS = 10
 _READ_FACTS = "megatron_ppo.warm_start.facts.model_facts"
 _MAP_FOLDER = "megatron_ppo.mcore.hf_config.read_hf_config"
+_OPTIMIZER = "megatron_ppo.mcore.settings.OptimizerSettings"
+_SCHEDULER = "megatron_ppo.mcore.settings.SchedulerSettings"
 _CHECK_RUN_DIRECTORY = "megatron_ppo.telemetry.run_dir.check_base_dir"
 
 # Arguments of vLLM that have a key of their own, and those that would falsify which weights sampled a token.
@@ -45,11 +48,11 @@ _RESERVED_ENGINE_ARGS: dict[str, str] = {
 }
 
 
-def derive(config: RunConfig, *, world_size: int | None = None) -> Derived:
+def derive(config: RunConfig, world_size: int | None = None) -> Derived:
     """Apply every rule between sections and compute the derived numbers.
 
     Args:
-        world_size: trainer ranks; None takes WORLD_SIZE as torchrun sets it, else `cluster.world_size`, else 1.
+        world_size: trainer ranks; None takes WORLD_SIZE of torchrun, else `cluster.world_size`, else 1.
     Raises: ConfigError that lists every finding.
     """
     findings = _Findings()
@@ -64,6 +67,8 @@ def derive(config: RunConfig, *, world_size: int | None = None) -> Derived:
     schedule = findings.attempt(lambda: config.schedule.schedule(config.run.max_num_steps))
     findings.attempt(lambda: build(config.loss))
     findings.attempt(lambda: build(config.value_loss))
+    for key, section in (("policy", config.policy), ("critic", config.critic)):
+        findings.attempt(partial(_check_optimizer, config, key, section))
     findings.attempt(lambda: _check_run_directory(config))
     ranks = findings.attempt(lambda: _world_size(config, world_size))
     policy_model = findings.attempt(lambda: model_facts(config.policy.model, key="policy.model"))
@@ -88,7 +93,6 @@ def derive(config: RunConfig, *, world_size: int | None = None) -> Derived:
         schedule is not None and policy_model is not None and critic_model is not None and len(layouts) == 2
     )
     sequences = config.algorithm.num_prompts_per_step * config.algorithm.num_generations_per_prompt
-    epochs, steps = config.algorithm.ppo_epochs, config.run.max_num_steps
     running = config.inference.replicas * config.inference.max_num_seqs
     return Derived(
         world_size=layouts[0].world_size,
@@ -97,7 +101,9 @@ def derive(config: RunConfig, *, world_size: int | None = None) -> Derived:
         policy_model=policy_model,
         critic_model=critic_model,
         schedule=schedule,
-        frontiers=tuple(schedule.frontier(step) for step in range(min(steps, _PREVIEW_STEPS))),
+        frontiers=tuple(
+            schedule.frontier(step) for step in range(min(config.run.max_num_steps, _PREVIEW_STEPS))
+        ),
         sequences_per_step=sequences,
         minibatches_per_epoch=sequences // config.algorithm.train_global_batch_size,
         buffer_capacity=schedule.capacity(config.algorithm.num_prompts_per_step),
@@ -105,9 +111,8 @@ def derive(config: RunConfig, *, world_size: int | None = None) -> Derived:
         or max(1, running // config.algorithm.num_generations_per_prompt),
         max_model_len=_max_model_len(config, policy_model),
         validation_max_new_tokens=_validation_tokens(config),
-        policy_scheduler_ticks=config.policy.scheduler.lr_decay_steps
-        or max(1, (steps - config.schedule.policy_training_start_step) * epochs),
-        critic_scheduler_ticks=config.critic.scheduler.lr_decay_steps or steps * epochs,
+        policy_scheduler_ticks=_scheduler_ticks(config, "policy", config.policy),
+        critic_scheduler_ticks=_scheduler_ticks(config, "critic", config.critic),
         needs_reference=_needs_reference(config),
         run_directory=config.run.directory,
         warnings=tuple(_warnings(config)),
@@ -131,8 +136,8 @@ class _Findings:
 def model_facts(source: ModelSource, *, key: str) -> ModelFacts:
     """Sizes of the model that `source` names, read without loading it.
 
-    Raises: ConfigError naming `key` if neither or both of path and recipe are set, or the folder is missing or
-        cannot be mapped to Megatron.
+    Raises: ConfigError naming `key` if neither or both of path and recipe are set, or if the folder is
+        missing or cannot be mapped to Megatron.
     """
     if (source.path is None) == (source.recipe is None):
         seen = "neither" if source.path is None else "both"
@@ -161,11 +166,11 @@ def _staleness_problems(config: RunConfig) -> Iterator[str]:
             "because rollouts come from an older policy"
         )
     if config.loss.force_on_policy_ratio:
-        yield f"loss.force_on_policy_ratio: got True; must be false {why}, because rollouts come from an older policy"
+        yield f"loss.force_on_policy_ratio: got True; must be false {why}, where ratios are not 1"
     if config.inference.colocated:
         yield f"inference.colocated: got True; must be false {why}, because generation overlaps training"
     if not config.inference.asynchronous:
-        yield f"inference.asynchronous: got False; must be true {why}, because only AsyncLLM takes weights as it runs"
+        yield f"inference.asynchronous: got False; must be true {why}, only AsyncLLM takes weights as it runs"
     if config.inference.kv_cache_dtype.startswith("fp8"):
         yield (
             f"inference.kv_cache_dtype: got {config.inference.kv_cache_dtype!r}; must be 'auto' {why}, "
@@ -176,13 +181,13 @@ def _staleness_problems(config: RunConfig) -> Iterator[str]:
 def _unsupported_problems(config: RunConfig) -> Iterator[str]:
     if config.schedule.max_trajectory_age_steps <= 0:
         if config.inference.colocated:
-            yield "inference.colocated: got True; must be false, sharing processes with the trainer is not supported"
+            yield "inference.colocated: got True; must be false, it is not supported"
         if not config.inference.asynchronous:
             yield "inference.asynchronous: got False; must be true, the synchronous engine is not supported"
     if config.run.max_num_epochs != -1:
         yield (
-            f"run.max_num_epochs: got {config.run.max_num_epochs}; must be -1 (endless): prompts are cycled and the "
-            "length of the run is run.max_num_steps"
+            f"run.max_num_epochs: got {config.run.max_num_epochs}; must be -1 (endless): prompts are cycled "
+            "and the length of the run is run.max_num_steps"
         )
     for name in config.inference.engine:
         if name in _RESERVED_ENGINE_ARGS:
@@ -209,14 +214,14 @@ def _loss_problems(config: RunConfig) -> Iterator[str]:
         return
     if algorithm.ppo_epochs != 1:
         yield (
-            f"loss.force_on_policy_ratio: got True; needs algorithm.ppo_epochs=1, got {algorithm.ppo_epochs}: "
-            "from the second epoch on the ratio is not 1"
+            f"loss.force_on_policy_ratio: got True; needs algorithm.ppo_epochs=1, got "
+            f"{algorithm.ppo_epochs}: from the second epoch on the ratio is not 1"
         )
     sequences = algorithm.num_prompts_per_step * algorithm.num_generations_per_prompt
     if algorithm.train_global_batch_size != sequences:
         yield (
-            f"loss.force_on_policy_ratio: got True; needs algorithm.train_global_batch_size={sequences} (one update "
-            f"per step), got {algorithm.train_global_batch_size}"
+            f"loss.force_on_policy_ratio: got True; needs algorithm.train_global_batch_size={sequences} (one "
+            f"update per step), got {algorithm.train_global_batch_size}"
         )
 
 
@@ -230,8 +235,8 @@ def _batch_problems(config: RunConfig) -> Iterator[str]:
         )
     if config.schedule.policy_training_start_step >= config.run.max_num_steps:
         yield (
-            f"schedule.policy_training_start_step: got {config.schedule.policy_training_start_step}; must be < "
-            f"run.max_num_steps={config.run.max_num_steps}, else the policy is never trained"
+            f"schedule.policy_training_start_step: got {config.schedule.policy_training_start_step}; must be "
+            f"< run.max_num_steps={config.run.max_num_steps}, else the policy is never trained"
         )
 
 
@@ -245,8 +250,8 @@ def _sharing_problems(config: RunConfig, key: str, sizes: ParallelSizes) -> Iter
         )
     elif algorithm.train_global_batch_size % sizes.data:
         yield (
-            f"algorithm.train_global_batch_size: got {algorithm.train_global_batch_size}; must be divisible by the "
-            f"{key}'s data-parallel size {sizes.data}"
+            f"algorithm.train_global_batch_size: got {algorithm.train_global_batch_size}; must be divisible "
+            f"by the {key}'s data-parallel size {sizes.data}"
         )
 
 
@@ -267,17 +272,21 @@ def _length_problems(
         limits.append(("inference.max_model_len", config.inference.max_model_len))
     if policy is not None and (config.inference.max_model_len or 0) > policy.context_length:
         yield (
-            f"inference.max_model_len: got {config.inference.max_model_len}; must be <= {policy.context_length}, "
-            "the context of policy.model"
+            f"inference.max_model_len: got {config.inference.max_model_len}; must be <= "
+            f"{policy.context_length}, the context of policy.model"
         )
     for key, new in wanted.items():
         for what, limit in limits:
             if prompt + new > limit:
                 yield (
-                    f"data.max_prompt_tokens + {key} = {prompt} + {new} = {prompt + new}; must be <= {limit}, {what}"
+                    f"data.max_prompt_tokens + {key}: got {prompt} + {new} = {prompt + new}; must be <= "
+                    f"{limit}, {what}"
                 )
     if policy is not None and critic is not None and critic.vocab_size < policy.vocab_size:
-        yield f"critic.model: its vocabulary is {critic.vocab_size}; must be >= {policy.vocab_size}, the policy's"
+        yield (
+            f"critic.model: got a vocabulary of {critic.vocab_size}; must be >= the policy's "
+            f"{policy.vocab_size}"
+        )
 
 
 def _world_size(config: RunConfig, given: int | None) -> int:
@@ -292,6 +301,21 @@ def _world_size(config: RunConfig, given: int | None) -> int:
             f"cluster.world_size: got {configured}; must be {given}, the number of ranks started"
         )
     return given or configured or 1
+
+
+def _scheduler_ticks(config: RunConfig, key: str, section: TrainedModelSection) -> int:
+    frozen = config.schedule.policy_training_start_step if key == "policy" else 0
+    trained = max(1, (config.run.max_num_steps - frozen) * config.algorithm.ppo_epochs)
+    return section.scheduler.lr_decay_steps or trained
+
+
+def _check_optimizer(config: RunConfig, key: str, section: TrainedModelSection) -> None:
+    ticks = _scheduler_ticks(config, key, section)
+    try:
+        resolve(_OPTIMIZER)(**section.optimizer.kwargs())
+        resolve(_SCHEDULER)(**{**section.scheduler.kwargs(), "lr_decay_steps": ticks})
+    except ConfigError as error:
+        raise ConfigError(f"{key}.{error}") from error
 
 
 def _check_run_directory(config: RunConfig) -> None:
@@ -324,11 +348,11 @@ def _warnings(config: RunConfig) -> Iterator[str]:
     age = config.schedule.max_trajectory_age_steps
     if age > 1:
         yield (
-            f"schedule.max_trajectory_age_steps={age} > 1: advantages are estimated on rollouts of a policy that is "
-            "several updates old, which biases them"
+            f"schedule.max_trajectory_age_steps={age} > 1: advantages are estimated on rollouts of a policy "
+            "that is several updates old, which biases them"
         )
         if not config.schedule.in_flight_weight_updates:
             yield (
-                f"schedule.max_trajectory_age_steps={age} > 1 without schedule.in_flight_weight_updates: every publish "
-                "waits for running requests, so there is no gain in speed"
+                f"schedule.max_trajectory_age_steps={age} > 1 without schedule.in_flight_weight_updates: "
+                "every publish waits for running requests, so there is no gain in speed"
             )

@@ -1,8 +1,8 @@
 """From command-line words to a checked RunConfig.
 
-Order: Hydra composes YAML groups and overrides, OmegaConf resolves interpolations, pydantic validates. Every error on
-the way, Hydra's own included, becomes one ConfigError. Driven by the scripts, before any torch, Ray or Megatron.
-Writes nothing and does not change the working directory.
+Order: Hydra composes YAML groups and overrides, OmegaConf resolves interpolations, pydantic validates. Every
+error on the way, Hydra's own included, becomes one ConfigError. Driven by the scripts, before torch, Ray or
+Megatron. Writes nothing and does not change the working directory.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from megatron_ppo.config.schema import RunConfig
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "conf"
 _MISSING = "???"
+# Overlays that are in no defaults list, because Hydra would then see two choices for them.
+_APPENDED_GROUPS = ("experiment", "debug")
 
 
 def compose_values(overrides: Sequence[str] = (), *, extra_dirs: Sequence[Path] = ()) -> dict[str, Any]:
@@ -38,6 +40,10 @@ def compose_values(overrides: Sequence[str] = (), *, extra_dirs: Sequence[Path] 
     Raises: ConfigError.
     """
     words = list(overrides)
+    for group in _APPENDED_GROUPS:
+        for word in words:
+            if word.startswith(f"{group}="):
+                raise config_error([f"{word}: {group} is not set by default; write +{word}"])
     if extra_dirs:
         words.append(
             "hydra.searchpath=[" + ",".join(f"file://{folder.resolve()}" for folder in extra_dirs) + "]"
@@ -87,8 +93,9 @@ class CommandLine:
 def parse_command_line(words: Sequence[str]) -> CommandLine:
     """Split a command line into jobs.
 
-    `-m` or `--multirun` turns `key=a,b`, `key=range(…)` and `experiment=glob(…)` into one job per combination, in
-    the order in which Hydra's basic sweeper would run them. `--config-dir DIR` adds a folder of config groups.
+    `-m` or `--multirun` turns `key=a,b`, `key=range(…)` and `experiment=glob(…)` into one job per
+    combination, in the order in which Hydra's basic sweeper would run them. `--config-dir DIR` adds a folder
+    of config groups.
 
     Raises: ConfigError.
     """

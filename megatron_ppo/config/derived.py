@@ -105,6 +105,7 @@ class Derived:
 def describe(model: ModelFacts) -> str:
     """One line on a model."""
     return (
-        f"{model.architecture}, {model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads, "
-        f"{model.num_kv_heads} KV heads, vocabulary {model.vocab_size}, context {model.context_length}"
+        f"{model.architecture}, {model.num_layers} layers, hidden {model.hidden_size}, "
+        f"{model.num_heads} heads, {model.num_kv_heads} KV heads, vocabulary {model.vocab_size}, context "
+        f"{model.context_length}"
     )

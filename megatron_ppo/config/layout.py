@@ -23,8 +23,8 @@ def layout(
     problems = _unsupported(section, key)
     if not problems and sizes.world_size != world_size:
         problems.append(
-            f"{key}: tensor {tensor} * pipeline {pipeline} * context {context} * data {data} = {sizes.world_size} "
-            f"ranks; must be {world_size}, the world size"
+            f"{key}: tensor {tensor} * pipeline {pipeline} * context {context} * data {data} = "
+            f"{sizes.world_size} ranks; must be {world_size}, the world size"
         )
     if section.sequence_parallel and tensor == 1:
         problems.append(
@@ -83,6 +83,7 @@ def _misfits(key: str, tensor: int, pipeline: int, model: ModelFacts) -> list[st
     ]
     if model.num_layers % pipeline:
         problems.append(
-            f"{key}.pipeline_model_parallel_size: got {pipeline}; must divide the model's {model.num_layers} layers"
+            f"{key}.pipeline_model_parallel_size: got {pipeline}; must divide the model's "
+            f"{model.num_layers} layers"
         )
     return problems

@@ -65,10 +65,10 @@ def suggestion(key: str) -> str:
     close = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.7)
     if close:
         return f"; did you mean {parent + '.' if parent else ''}{close[0]}?"
-    elsewhere = [known for known in known_keys() if known.rpartition(".")[2] == leaf and known != key]
-    close = elsewhere[:1] or difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.75)
-    if close:
-        return f"; did you mean {close[0]}?"
+    leaves = {known.rpartition(".")[2]: known for known in reversed(known_keys())}
+    elsewhere = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.85)
+    if elsewhere:
+        return f"; did you mean {leaves[elsewhere[0]]}?"
     if siblings:
         return f"; {parent or 'the configuration'} has: {_listed(siblings)}"
     return ""
@@ -135,8 +135,9 @@ def hydra_problem(error: Exception) -> str:
         options = re.findall(r"^\t(\S+)$", text, flags=re.MULTILINE)
         close = difflib.get_close_matches(choice, options, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        return f"{group or 'config'}: {choice!r} does not exist; available: {', '.join(options) or 'nothing'}{hint}"
+        available = ", ".join(options) or "nothing"
+        return f"{group or 'config'}: {choice!r} does not exist; available: {available}{hint}"
     if mandatory := re.search(r"You must specify '([^']+)'", text):
         options = re.findall(r"^\t(\S+)$", text, flags=re.MULTILINE)
         return f"{mandatory[1]}: must be chosen; available: {', '.join(options) or 'see conf/'}"
-    return " ".join(text.split())
+    return " ".join(text.partition("\nSee http")[0].split())

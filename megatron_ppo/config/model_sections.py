@@ -1,4 +1,4 @@
-"""Sections of the trained models: where weights come from, layout on the ranks, optimizer, learning-rate schedule."""
+"""Sections of the trained models: initial weights, layout on the ranks, optimizer, learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class TrainedModelSection(BuiltSection):
     logprob_batch_size: int = setting(32, "Sequences per forward-only pass and rank.", unit="sequences", ge=1)
 
     def kwargs(self) -> dict[str, Any]:
-        """Constructor keywords; `app` replaces `model` by the prepared folder and `parallelism` by process groups."""
+        """Constructor keywords; the app adds the model folder and the process groups."""
         return self.model_dump(exclude={"target", "model", "parallelism"})
 
 

@@ -146,10 +146,10 @@ def documentation(conf: Path) -> str:
     parts = [
         "# Configuration\n",
         "Written by `make docs` from `megatron_ppo/config`.\n",
-        "Hydra composes `conf/config.yaml`, the groups that it lists and one `+experiment=…`; overrides such as "
-        "`run.seed=1` come last. The schema then checks names, types and bounds, `derive` the rules between "
-        "sections, before anything is started. `python scripts/check_config.py +experiment=…` does just that and "
-        "prints what follows from the configuration.\n",
+        "Hydra composes `conf/config.yaml`, the groups that it lists and one `+experiment=…`; overrides such "
+        "as `run.seed=1` come last. The schema checks names, types and bounds, `derive` the rules between "
+        "sections, before anything is started. `python scripts/check_config.py +experiment=…` does just that "
+        "and prints what follows from the configuration.\n",
         "## Experiments\n",
         *_experiments(conf),
     ]

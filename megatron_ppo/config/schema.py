@@ -1,4 +1,4 @@
-"""RunConfig: the whole configuration as one frozen tree. Every key has a type, a default or none, a unit and a purpose.
+"""RunConfig: the whole configuration as one frozen tree. Every key has a type, a unit and a purpose.
 
 Composed by `megatron_ppo.config.compose`; rules between sections are in `megatron_ppo.config.checks`.
 Invariant: importing this module, or anything in this package, loads no torch, ray, vllm or megatron.
@@ -60,9 +60,12 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _drop_removed_gates(cls, values: Any) -> Any:
-        if isinstance(values, dict) and isinstance(values.get("gates"), dict):
-            kept = {name: gate for name, gate in values["gates"].items() if gate is not None}
-            return {**values, "gates": kept}
+        gates = values.get("gates", {}) if isinstance(values, dict) else "of a built object"
+        if isinstance(gates, dict | None):
+            return {
+                **values,
+                "gates": {name: gate for name, gate in (gates or {}).items() if gate is not None},
+            }
         return values
 
     def resolved(self) -> dict[str, Any]:

@@ -28,8 +28,8 @@ class RunSection(Section):
     )
     resume: str = setting(
         "auto",
-        "auto continues the newest unfinished run of this name and configuration, never starts a new one, a path "
-        "continues that run.",
+        "auto continues the newest unfinished run of this name and configuration, never starts a new one, a "
+        "path continues that run.",
         min_length=1,
     )
 
@@ -137,6 +137,9 @@ class CollectorSection(Section):
     max_retries: int = setting(
         2, "Further attempts for a group whose generation failed.", unit="attempts", ge=0
     )
+    retry_backoff_s: float = setting(0.5, "Wait before the first retry; it doubles.", unit="s", ge=0.0)
+    scorer_threads: int = setting(1, "Groups that may be scored at once.", unit="threads", ge=1)
+    scoring_deadline_s: float = setting(60.0, "Longest scoring of a group.", unit="s", gt=0.0)
 
 
 class CheckpointSection(Section):
@@ -166,7 +169,8 @@ class TelemetrySection(Section):
     """What is written and shown."""
 
     tensorboard: bool = setting(True, "Write TensorBoard events.")
-    display: Literal["auto", "live", "plain", "off"] = setting(
+    record_trajectories: bool = setting(False, "Append every trained trajectory to trajectories.jsonl.")
+    display: Literal["auto", "live", "plain"] = setting(
         "auto", "Progress on rank 0. auto is live on a terminal, otherwise plain lines."
     )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = setting("INFO", "Level of the log files.")

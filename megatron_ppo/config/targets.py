@@ -1,7 +1,7 @@
 """Builds what a `_target_` names.
 
-Dotted names are how this lowest layer reaches the parts above it without importing them: the class that a section
-builds, and the torch-free rules that live with a part (see `checks`).
+Dotted names are how this low layer reaches the parts above it without importing them: the class that a
+section builds, and the torch-free rules that live with a part (see `checks`).
 """
 
 from __future__ import annotations

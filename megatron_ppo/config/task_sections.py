@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from megatron_ppo.config.base import Section, setting
 
@@ -18,7 +18,7 @@ class DataSection(Section):
     num_train: int = setting(4000, "Training prompts; the endless stream repeats them.", unit="prompts", ge=1)
     num_validation: int = setting(256, "Held-out prompts, none of them trained on.", unit="prompts", ge=1)
     max_prompt_tokens: int = setting(
-        16, "Longest prompt; sizes the engine and is checked against the task.", unit="tokens", ge=1
+        8, "Longest prompt; sizes the engine and is checked against the task.", unit="tokens", ge=1
     )
 
     def kwargs(self) -> dict[str, Any]:
@@ -33,15 +33,20 @@ class SortTaskSection(DataSection):
 
 
 class CountTaskSection(DataSection):
-    """An answer of 64 to 128 tokens, with a graded reward."""
+    """`qk75=`: count up to 99 in items of five tokens; answers of 66 to 126 tokens and a graded reward."""
 
     task: Literal["count_long"] = setting(doc="Name of the task.")
+    num_validation: int = setting(64, "Held-out prompts, none of them trained on.", unit="prompts", ge=1)
 
 
 class ChainSumTaskSection(DataSection):
     """`reasoning-gym` chain_sum with a compact few-shot prompt, for a pretrained model."""
 
     task: Literal["chain_sum"] = setting(doc="Name of the task.")
+    num_train: int = setting(2000, "Training prompts; the endless stream repeats them.", unit="prompts", ge=1)
+    num_validation: int = setting(64, "Held-out prompts, none of them trained on.", unit="prompts", ge=1)
+    min_digits: int = setting(1, "Digits of the smallest terms.", unit="digits", ge=1)
+    max_digits: int = setting(2, "Digits of the largest terms.", unit="digits", ge=1)
     max_prompt_tokens: int = setting(
         48, "Longest prompt; sizes the engine and is checked against the task.", unit="tokens", ge=1
     )
@@ -53,10 +58,16 @@ Data = Annotated[SortTaskSection | CountTaskSection | ChainSumTaskSection, Field
 class RewardSection(Section):
     """The verifier."""
 
-    target: Literal["megatron_ppo.rewards.exact_match.ExactMatch"] | None = Field(
-        None,
-        alias="_target_",
-        description="Class of the verifier. null is the one that the task was made for.",
+    target: (
+        Literal[
+            "megatron_ppo.rewards.exact_match.ExactMatch",
+            "megatron_ppo.rewards.chunk_match.ChunkMatch",
+            "megatron_ppo.rewards.final_number.FinalNumber",
+        ]
+        | None
+    ) = Field(None, alias="_target_", description="Class. null is the verifier that the task was made for.")
+    options: dict[str, JsonValue] = setting(
+        doc="Keyword arguments of the class; only with an explicit `_target_`.", default_factory=dict
     )
 
 
