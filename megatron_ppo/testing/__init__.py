@@ -1,0 +1,1 @@
+"""Fakes that validate their callers like the real parts, and Hypothesis strategies. For tests only."""
