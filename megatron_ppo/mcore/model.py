@@ -56,6 +56,8 @@ class SDPACoreAttention(MegatronModule):
         **_: object,
     ) -> None:
         super().__init__(config=config)
+        # Megatron's checkpoint code asks every module for its group, or else global state.
+        self.tp_group = pg_collection.tp
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
     def forward(

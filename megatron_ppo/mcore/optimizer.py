@@ -85,6 +85,9 @@ def build_scheduler(
         end_wd=decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
+        # After a resume the settings hold, at the saved position.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+import queue
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import TracebackType
 from typing import Any
@@ -243,3 +244,43 @@ def forward_backward_function(pipeline_model_parallel_size: int) -> Callable[...
 def local_rank() -> int:
     """This process's CUDA device under torchrun; 0 otherwise."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+@contextlib.contextmanager
+def checkpoint_writers_in_process() -> Iterator[None]:
+    """Synchronous torch_dist saves without helper processes.
+
+    Both versions start a spawned manager process for the writers' results, which re-imports the main script and would
+    outlive a killed trainer; 0.16.x also forks its writers, which is unsafe next to threads (Ray, gRPC). A queue of
+    this process does for a synchronous save, and 0.16.x's own writer function runs in it (0.19.x uses threads).
+    """
+    module: Any = import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    writer = module.FileSystemWriterAsync
+    original_queue = module._results_queue
+    original_function = writer.__dict__.get("write_preloaded_data_multiproc")
+
+    def write_here(
+        transforms: Any, use_msc: bool, rank: int, buckets: Any, results: queue.Queue[Any]
+    ) -> None:
+        outcome: Any = {}
+        for index, bucket in enumerate(buckets):
+            done: queue.Queue[Any] = queue.Queue()
+            count: queue.Queue[int] = queue.Queue()
+            count.put(index)
+            writer.write_preloaded_data(transforms, index, bucket, done, count, use_fsync=True)
+            _, written = done.get_nowait()
+            if isinstance(written, Exception):
+                outcome = written
+                break
+            outcome[index] = written
+        results.put(outcome)
+
+    module._results_queue = queue.Queue()
+    if original_function is not None:
+        writer.write_preloaded_data_multiproc = staticmethod(write_here)
+    try:
+        yield
+    finally:
+        module._results_queue = original_queue
+        if original_function is not None:
+            writer.write_preloaded_data_multiproc = original_function

@@ -1,0 +1,231 @@
+"""Saves and loads policy and critic with optimizers, schedulers and generators, in Megatron's torch_dist format.
+
+One save holds all models, each under its name, so that the format's fixed cost is paid once. The format reshards:
+another layout of the same models may load it. Synchronous; atomicity (a temporary folder, renamed) is the caller's.
+
+Invariant: training continued from a checkpoint takes the same steps as training that was never interrupted.
+
+The current configuration wins over the saved one in everything that is not state: learning rates, betas, weight decay
+and the schedule's shape come from the settings, only its position is restored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ppo.mcore import platform
+from megatron_ppo.mcore.critic import MegatronCritic
+from megatron_ppo.mcore.policy import MegatronPolicy
+from megatron_ppo.protocol.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from megatron_ppo.mcore.trained_model import TrainedModel
+
+logger = logging.getLogger(__name__)
+
+Models = Mapping[str, MegatronPolicy | MegatronCritic]
+Extra = Mapping[str, str | int | float | bool]
+
+SUBFOLDER = "models"
+
+
+class ModelCheckpoints:
+    """The models of a run as one store (loop port ModelStore): a subfolder of each checkpoint folder."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    def save(self, folder: Path) -> None:
+        """Write into the existing `folder`. Collective over all ranks."""
+        save_models(folder / SUBFOLDER, self._models)
+
+    def load(self, folder: Path) -> None:
+        """Restore in place. Collective over all ranks. Raises: CheckpointError."""
+        load_models(folder / SUBFOLDER, self._models)
+
+
+def save_models(path: Path, models: Models, extra: Extra | None = None) -> None:
+    """Write all state of `models`, and `extra`, into the new folder `path`. Collective over all ranks.
+
+    Raises: CheckpointError if the folder exists and is not empty.
+    """
+    platform.install()
+    from megatron.core import dist_checkpointing
+
+    _on_rank_zero(lambda: _make_empty(path))
+    state: dict[str, Any] = {
+        name: _template(name, model.trained, loading=False) for name, model in models.items()
+    }
+    for name, model in models.items():
+        state[name]["scheduler"] = model.trained.scheduler.state_dict()
+    state["rng"] = _generator_shard(_generator_states())
+    state["about"] = {"models": _descriptions(models), "world_size": dist.get_world_size()}
+    state["extra"] = dict(extra or {})
+    with platform.checkpoint_writers_in_process():
+        dist_checkpointing.save(state, str(path))
+
+
+def load_models(path: Path, models: Models) -> dict[str, str | int | float | bool]:
+    """Restore `models` in place and return what was saved as `extra`. Collective over all ranks.
+
+    Raises: CheckpointError if `path` is no complete checkpoint, or one of other models.
+    """
+    platform.install()
+    from megatron.core import dist_checkpointing
+
+    about = _read_about(path, models)
+    template: dict[str, Any] = {
+        name: _template(name, model.trained, loading=True) for name, model in models.items()
+    }
+    same_world = about["world_size"] == dist.get_world_size()
+    if same_world:
+        template["rng"] = _generator_shard(None)
+    else:
+        logger.warning(
+            "checkpoint %s is of %d ranks, this job has %d: generators start from the seed",
+            path,
+            about["world_size"],
+            dist.get_world_size(),
+        )
+    loaded = dist_checkpointing.load(template, str(path))
+    for name, model in models.items():
+        _restore(loaded[name], model.trained)
+    if same_world:
+        _set_generator_states(loaded["rng"])
+    extra: dict[str, str | int | float | bool] = loaded["extra"]
+    return extra
+
+
+def _template(name: str, trained: TrainedModel, *, loading: bool) -> dict[str, Any]:
+    """Sharded state of one model: what is saved, or where loaded tensors go. Keys carry the model's name."""
+    from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+
+    metadata = {
+        # Optimizer state in the shapes of the parameters, so that any layout can load it.
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": trained.parallel.data,
+    }
+    module = trained.gpt.sharded_state_dict(metadata=metadata)
+    optimizer = trained.optimizer.sharded_state_dict(module, is_loading=loading, metadata=metadata)
+    state = {"module": module, "optimizer": optimizer}
+    add_prefix_for_sharding(state, f"{name}.")
+    return state
+
+
+def _restore(loaded: Mapping[str, Any], trained: TrainedModel) -> None:
+    trained.gpt.load_state_dict(loaded["module"])
+    with contextlib.ExitStack() as stack:
+        for chained in trained.optimizer.chained_optimizers:
+            stack.enter_context(_keeping_adam_step(chained))
+        trained.optimizer.load_state_dict(loaded["optimizer"])
+    settings = trained.settings.optimizer
+    for chained in trained.optimizer.chained_optimizers:
+        _separate_adam_steps(chained.optimizer)
+        for group in chained.optimizer.param_groups:
+            group["max_lr"], group["min_lr"] = settings.lr, settings.min_lr
+            group["betas"], group["eps"] = (settings.adam_beta1, settings.adam_beta2), settings.adam_eps
+    # load_state_dict adds the saved ticks to the present ones.
+    trained.scheduler.num_steps = 0
+    trained.scheduler.load_state_dict(loaded["scheduler"])
+
+
+@contextlib.contextmanager
+def _keeping_adam_step(chained: Any) -> Iterator[None]:
+    """Megatron copies every entry of an optimizer state from the checkpoint, but keeps "step" elsewhere: a KeyError.
+
+    Only torch's AdamW has that entry; the present step, restored from the parameter group, is passed through.
+    """
+    original = chained._set_main_param_and_optimizer_states
+
+    def with_step(parameter: Any, tensors: dict[str, Any]) -> None:
+        group, order = chained.model_param_group_index_map[parameter]
+        state = chained.optimizer.state[chained.optimizer.param_groups[group]["params"][order]]
+        if "step" in state and "step" not in tensors:
+            tensors = {**tensors, "step": state["step"]}
+        original(parameter, tensors)
+
+    chained._set_main_param_and_optimizer_states = with_step
+    try:
+        yield
+    finally:
+        del chained._set_main_param_and_optimizer_states
+
+
+def _separate_adam_steps(optimizer: torch.optim.Optimizer) -> None:
+    # Megatron restores one shared tensor as every parameter's step, so each update would advance it once per parameter.
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].clone()
+
+
+def _descriptions(models: Models) -> dict[str, str]:
+    return {name: f"{type(model).__name__} of {model.trained.model}" for name, model in models.items()}
+
+
+def _read_about(path: Path, models: Models) -> dict[str, Any]:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    try:
+        common = dist_checkpointing.load_common_state_dict(str(path))
+    except (CheckpointingException, OSError) as error:
+        raise CheckpointError(f"{path} is not a complete checkpoint of models: {error}") from error
+    about: dict[str, Any] = common["about"]
+    for name, description in _descriptions(models).items():
+        saved = about["models"].get(name)
+        if saved != description:
+            raise CheckpointError(f"{path}: {name} was {saved} when it was saved, the run has {description}")
+    return about
+
+
+def _make_empty(path: Path) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    if any(path.iterdir()):
+        raise CheckpointError(f"cannot save models into {path}: the folder is not empty")
+
+
+def _on_rank_zero(action: Any) -> None:
+    """Run `action` on rank 0 while the others wait; its CheckpointError is raised on every rank."""
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except (CheckpointError, OSError) as error:
+            box[0] = str(error)
+    dist.broadcast_object_list(box, src=0)
+    if box[0] is not None:
+        raise CheckpointError(box[0])
+
+
+def _generator_shard(states: dict[str, Any] | None) -> Any:
+    from megatron.core.dist_checkpointing import ShardedObject
+
+    return ShardedObject("rng", states, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
+
+
+def _generator_states() -> dict[str, Any]:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    return {
+        "cpu": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_generator_states(states: Mapping[str, Any]) -> None:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    # Device first: without CUDA both names mean the same generator.
+    torch.cuda.set_rng_state(states["device"])
+    torch.set_rng_state(states["cpu"])
+    get_cuda_rng_tracker().set_states(states["tracker"])
