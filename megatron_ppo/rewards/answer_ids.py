@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_ppo.data.task import ANSWER_TOKEN_IDS
 from megatron_ppo.protocol.trajectory import Prompt
-
-ANSWER_TOKEN_IDS = "answer_token_ids"
 
 
 def answer_token_ids(prompt: Prompt) -> list[int]:

@@ -121,6 +121,7 @@ Recipe = WarmStartRecipe | SmolLM2Recipe
 
 RECIPES: dict[str, Recipe] = {
     "sort3_5": WarmStartRecipe(),
+    "count_long": WarmStartRecipe(task="count_long", sft_batch_size=32),
     "smollm2_135m": SmolLM2Recipe(),
 }
 

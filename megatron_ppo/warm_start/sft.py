@@ -25,13 +25,16 @@ from megatron_ppo.data import char_tokenizer as chars
 from megatron_ppo.data.task import TaskExample, TaskSpec
 from megatron_ppo.data.tasks import build_task
 from megatron_ppo.protocol.errors import ConfigError
+from megatron_ppo.protocol.trajectory import Prompt
+from megatron_ppo.rewards.build import build_scorer
 from megatron_ppo.warm_start.recipe import WarmStartRecipe
 from megatron_ppo.warm_start.tokenizer_files import save_char_tokenizer
 
 # Cosine floor as a share of the peak learning rate.
 _LR_FLOOR = 0.1
 _LOG_EVERY_STEPS = 100
-_ACCURACY_PROMPTS = 256
+# Generated for each of the two measurements: 1000 short answers, or some dozens of long ones.
+_MEASURED_TOKENS = 6144
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +50,8 @@ class DemonstrationBatch:
 def build_sft_model(recipe: WarmStartRecipe, folder: Path) -> dict[str, float]:
     """Train the recipe's model and write it as a Hugging Face folder.
 
-    Returns: what was measured: seconds, final loss, exact-match accuracy greedy and sampled at temperature 1.
+    Returns: what was measured: seconds, final loss, mean reward greedy (held-out prompts) and sampled at
+        temperature 1 (training prompts).
     Raises: ConfigError for a task without demonstrator, or a vocabulary or context too small for it.
     """
     task = build_task(recipe.task)
@@ -64,18 +68,19 @@ def build_sft_model(recipe: WarmStartRecipe, folder: Path) -> dict[str, float]:
     if recipe.vocab_size < len(chars.vocabulary()):
         raise ConfigError(f"recipe.vocab_size must be >= {len(chars.vocabulary())}, got {recipe.vocab_size}")
     started = time.monotonic()
+    measured_prompts = max(1, _MEASURED_TOKENS // task.max_response_tokens)
     with _reproducible(recipe.sft_seed):
         model = Qwen2ForCausalLM(_hf_config(recipe))
         loss = train(model, task, recipe)
-        greedy = exact_match_rate(model, task.validation[:_ACCURACY_PROMPTS], task, greedy=True)
-        sampled = exact_match_rate(model, task.train[:_ACCURACY_PROMPTS] * 4, task, greedy=False)
+        greedy = mean_reward(model, task.validation[:measured_prompts], task, greedy=True)
+        sampled = mean_reward(model, task.train[:measured_prompts], task, greedy=False)
     model.save_pretrained(folder)
     save_char_tokenizer(folder, context_length=recipe.max_position_embeddings)
     measured = {
         "seconds": round(time.monotonic() - started, 1),
         "final_loss_nats": loss,
-        "greedy_validation_accuracy": greedy,
-        "sampled_accuracy": sampled,
+        "greedy_validation_reward": greedy,
+        "sampled_reward": sampled,
         "num_parameters": sum(p.numel() for p in model.parameters()),
     }
     logger.info("warm start %s: %s", recipe.label, measured)
@@ -143,20 +148,21 @@ def demonstration_batch(task: TaskSpec, rng: random.Random, *, size: int) -> Dem
 
 
 @torch.no_grad()
-def exact_match_rate(
+def mean_reward(
     model: Qwen2ForCausalLM, examples: Sequence[TaskExample], task: TaskSpec, *, greedy: bool
 ) -> float:
-    """Share of examples that the model answers exactly, EOS included; greedy or sampled at temperature 1."""
-    right = 0
-    by_length: dict[int, list[TaskExample]] = {}
-    for example in examples:
-        by_length.setdefault(len(example.token_ids), []).append(example)
+    """Mean reward of the model's answers, by the task's own verifier; greedy or sampled at temperature 1."""
+    scorer = build_scorer(task.reward.target, task.reward.kwargs)
+    total = 0.0
+    by_length: dict[int, list[Prompt]] = {}
+    for index, example in enumerate(examples):
+        by_length.setdefault(len(example.token_ids), []).append(example.prompt(index))
     # Prompts of one length need neither padding nor a mask.
     for group in by_length.values():
-        prompt_BT = torch.tensor([list(example.token_ids) for example in group])
-        for example, response in zip(group, _generate(model, prompt_BT, task, greedy=greedy), strict=True):
-            right += response == chars.encode_answer(example.answer)
-    return right / len(examples)
+        prompt_BT = torch.tensor([list(prompt.token_ids) for prompt in group])
+        for prompt, response in zip(group, _generate(model, prompt_BT, task, greedy=greedy), strict=True):
+            total += scorer(prompt, response)
+    return total / len(examples)
 
 
 def _generate(model: Qwen2ForCausalLM, prompt_BT: Tensor, task: TaskSpec, *, greedy: bool) -> list[list[int]]:
