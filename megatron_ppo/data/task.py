@@ -65,8 +65,7 @@ class TaskSpec:
         train, validation: examples, disjoint in `text`.
         reward: the verifier that this task was made for.
         pad_token_id, eos_token_id: of the tokenizer.
-        stop_token_ids: tokens besides EOS that end a response; they count as part of it
-            (`SamplingSettings.stop_token_ids`).
+        stop_token_ids: tokens besides EOS that end a response; they count as part of it. For the engine.
         max_response_tokens: length of the longest right answer, its EOS or stop token included.
         demonstrate: imperfect answer (text without EOS) that the warm start imitates; None for tasks that
             start from a pretrained model.

@@ -30,6 +30,20 @@ def build_task(task: str, **options: TaskOption) -> TaskSpec:
 
     Raises: ConfigError for an unknown name or an option that the task does not take.
     """
+    builder = _builder(task)
+    accepted = inspect.signature(builder).parameters
+    for option in options:
+        if option not in accepted:
+            raise ConfigError(f"data.{option} is no option of task {task!r}; it takes {', '.join(accepted)}")
+    return builder(**options)
+
+
+def takes_option(task: str, option: str) -> bool:
+    """Whether `build_task(task, ...)` has an option of that name. Raises: ConfigError for an unknown task."""
+    return option in inspect.signature(_builder(task)).parameters
+
+
+def _builder(task: str) -> Callable[..., TaskSpec]:
     dotted = TASKS.get(task, task)
     module_name, _, function_name = dotted.rpartition(".")
     if not module_name:
@@ -40,11 +54,7 @@ def build_task(task: str, **options: TaskOption) -> TaskSpec:
         builder: Callable[..., TaskSpec] = getattr(importlib.import_module(module_name), function_name)
     except (ModuleNotFoundError, AttributeError) as error:
         raise ConfigError(f"data.task {task!r} cannot be imported: {error}") from error
-    accepted = inspect.signature(builder).parameters
-    for option in options:
-        if option not in accepted:
-            raise ConfigError(f"data.{option} is no option of task {task!r}; it takes {', '.join(accepted)}")
-    return builder(**options)
+    return builder
 
 
 def train_prompts(*, task: str, stream_seed: int, **options: TaskOption) -> ShuffledPrompts:

@@ -49,14 +49,12 @@ class SamplingSettings:
     """How the engine samples. `temperature` 0 is greedy.
 
     `top_p` and `top_k` (0 = off) exist for validation only: truncation biases importance weights.
-    `stop_token_ids` end a response as EOS does and are kept as its last token; the task names them.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     max_new_tokens: int
-    stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
