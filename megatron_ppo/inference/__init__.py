@@ -1,1 +1,1 @@
-"""The inference engine: vLLM behind `protocol.ports.RolloutEngine`. Nothing here imports the trainer or Ray."""
+"""The inference engine: vLLM behind `protocol.ports.RolloutEngine`. Imports no trainer and no Ray."""

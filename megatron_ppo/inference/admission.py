@@ -1,8 +1,8 @@
 """The engine's own admission gate: at most `limit` requests inside vLLM, none while weights change.
 
-Driven by `inference.engine` on one event loop. vLLM 0.32 queues requests while it is paused and 0.33 rejects them;
-with the gate in front neither ever sees one. Invariant: `running` <= `limit`, and while the gate is closed `running`
-never grows. Waiters enter first in, first out.
+Driven by `inference.engine` on one event loop. vLLM 0.32 queues requests while it is paused and 0.33 rejects
+them; with the gate in front neither ever sees one. Invariant: `running` <= `limit`, and while the gate is
+closed `running` never grows. Waiters enter first in, first out.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """One vLLM engine: samples responses, scores sequences, and takes new weights without losing a request.
 
-Owns an AsyncLLM, the admission gate in front of it and the weight version that it serves. Driven on one asyncio loop
-by `ray_actors.engine_actor` or by a test. Implements `protocol.ports.RolloutEngine`.
+Owns an AsyncLLM, the admission gate in front of it and the weight version that it serves. Driven on one
+asyncio loop by `ray_actors.engine_actor` or by a test. Implements `protocol.ports.RolloutEngine`.
 
 Invariants:
 - Every sampled token carries the version of the weights that sampled it, stamped by the engine core.
-- No request starts on key-value blocks of older weights: a request takes a cache salt that is new with every refit, and
-  requests that had not sampled yet when the weights changed are started again under the new salt.
+- No request starts on key-value blocks of older weights: a request takes a cache salt that is new with every
+  refit, and requests that had not sampled yet when the weights changed are started again under the new salt.
 - After a failed refit nothing is served until a complete one has succeeded.
 """
 
@@ -48,7 +48,7 @@ _WATCH_PERIOD_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHealth:
-    """What the engine is doing. `version` is None until the first refit; `paused` means that nothing is admitted."""
+    """What the engine is doing. `version` is None until the first refit; `paused`: nothing is admitted."""
 
     version: int | None
     running: int
@@ -70,7 +70,8 @@ class VllmEngine:
         enforce_eager: skip compilation and graph capture.
         extra_engine_args: further fields of vLLM's AsyncEngineArgs.
         stop_token_ids: end a response, besides the end-of-sequence ids of the model's own configuration.
-        initial_version: version that the folder's weights count as; None serves nothing before the first refit.
+        initial_version: version that the folder's weights count as; None serves nothing before the first
+            refit.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class VllmEngine:
         self._inside: set[str] = set()
         self._to_restart: set[str] = set()
 
-    # --- life -------------------------------------------------------------------------------------------------
+    # --- life -----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Build vLLM; blocks the event loop for seconds. Serves at once only with an `initial_version`."""
@@ -146,7 +147,7 @@ class VllmEngine:
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)
 
-    # --- sampling ---------------------------------------------------------------------------------------------
+    # --- sampling -------------------------------------------------------------------------------------------
 
     async def generate(
         self,
@@ -158,7 +159,8 @@ class VllmEngine:
     ) -> list[Completion]:
         """One completion per seed, in order. Time in front of a closed gate counts against `deadline_s`.
 
-        Raises: GenerationError after `deadline_s` or on a refused request; EngineDeadError when the core is gone.
+        Raises: GenerationError after `deadline_s` or on a refused request; EngineDeadError when the core is
+            gone.
         """
         self._live()
         prompt = list(prompt_token_ids)
@@ -261,18 +263,18 @@ class VllmEngine:
             raise GenerationError("the engine ended a request without an output")
         return last
 
-    # --- refit ------------------------------------------------------------------------------------------------
+    # --- refit ----------------------------------------------------------------------------------------------
 
     async def join_refit_group(self, spec: RefitGroupSpec) -> None:
-        """Every worker joins the group; returns when all members of all engines are there. Raises: RefitError."""
+        """Every worker joins the group; returns when all members of it are there. Raises: RefitError."""
         async with self._refit_errors("joining the refit group"):
             await self._live().init_weight_transfer_engine(WeightTransferInitRequest(init_info=asdict(spec)))
 
     async def begin_refit(self, *, mode: RefitMode, timeout_s: float) -> None:
         """Stop sampling so that weights can change.
 
-        "drain" lets running requests finish under the old weights; "keep" freezes them where they are, and starts
-        again those that have not sampled yet. New requests wait in front of the gate in both.
+        "drain" lets running requests finish under the old weights; "keep" freezes them where they are, and
+        starts again those that have not sampled yet. New requests wait in front of the gate in both.
 
         Raises: RefitError after `timeout_s`; the gate then stays closed.
         """
@@ -291,8 +293,8 @@ class VllmEngine:
     async def receive_weights(self, manifest: WeightManifest) -> None:
         """Take a whole manifest from the sender; runs while the sender sends.
 
-        Raises: RefitError. The engine then stays paused, and a complete transfer over a new generation of the group
-            repairs it.
+        Raises: RefitError. The engine then stays paused, and a complete transfer over a new generation of the
+            group repairs it.
         """
         if self._refit_mode is None:
             raise RefitError("receive_weights was called without begin_refit")
@@ -310,8 +312,8 @@ class VllmEngine:
         """Serve the received weights as `version` and let requests in again.
 
         Args:
-            recompute_kv: frozen requests compute their key-value cache again under the new weights; otherwise they
-                go on with a cache that mixes versions. Cached prefixes are dropped in both cases.
+            recompute_kv: frozen requests compute their key-value cache again under the new weights; otherwise
+                they go on with a cache that mixes versions. Cached prefixes are dropped in both cases.
         Raises: RefitError when no complete set of weights has arrived since `begin_refit`.
         """
         if self._refit_mode is None or not self._weights_complete:

@@ -1,4 +1,4 @@
-"""Environment variables that a process needs before it imports vLLM. Stdlib only; set by whoever starts the process."""
+"""Environment variables that a process needs before it imports vLLM; whoever starts the process sets them."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def completion_of(output: CompletionOutput) -> Completion:
 
 
 def prompt_logprobs_of(output: RequestOutput, token_ids: Sequence[int]) -> list[float]:
-    """Nats, of every token after the first, at temperature 1. Raises: GenerationError when the engine sent none."""
+    """Nats, of every token after the first, at temperature 1. Raises: GenerationError when one is missing."""
     entries = output.prompt_logprobs
     if entries is None or len(entries) != len(token_ids):
         raise GenerationError(f"the engine scored {len(entries or ())} of {len(token_ids)} tokens")

@@ -1,11 +1,11 @@
 """vLLM's EngineCore as a thread of the AsyncLLM process, an option for tests and small CPU runs.
 
-A spawned EngineCore imports torch and vLLM a second time (about 14 CPU seconds and 1 GB); a thread does not. Sockets,
-pause, RPC and aborts stay vLLM's own. A thread cannot be killed and cannot outlive a crash of its process, so fault
-tests and GPU runs use the stock process.
+A spawned EngineCore imports torch and vLLM a second time (about 14 CPU seconds and 1 GB); a thread does not.
+Sockets, pause, RPC and aborts stay vLLM's own. A thread cannot be killed and cannot outlive a crash of its
+process, so fault tests and GPU runs use the stock process.
 
-Owned by `inference.engine`, which enters `engine_core_in_thread` while it builds an AsyncLLM. Invariant: nothing stays
-patched after that.
+Owned by `inference.engine`, which enters `engine_core_in_thread` while it builds an AsyncLLM. Invariant:
+nothing stays patched after that.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class ThreadProcess:
         kwargs = self._kwargs
         dp_rank = kwargs.pop("dp_rank", 0)
         kwargs.pop("local_dp_rank", None)
-        # A spawned core gets a copy of the config and changes it; sharing the object would change the client's.
+        # A spawned core gets a copy of the config and changes it; sharing the object would change the
+        # client's.
         config = pickle.loads(cloudpickle.dumps(kwargs["vllm_config"]))
         kwargs["vllm_config"] = config
         config.parallel_config.data_parallel_index = dp_rank

@@ -1,4 +1,5 @@
-"""The functions that touch parts of vLLM which are not its public API, each naming the versions it was read against.
+"""The functions that touch parts of vLLM which are not its public API, each naming the versions it was read
+against.
 
 Driven by `inference.engine` alone; everything else there uses AsyncLLM's documented methods.
 """
@@ -40,7 +41,7 @@ def build_async_llm(
     """
     if kv_cache_memory_bytes is None and current_platform.is_cpu():
         raise ConfigError(
-            "inference.engine.kv_cache_memory_bytes must be set on CPU: left out, vLLM takes 92 % of all memory"
+            "inference.engine.kv_cache_memory_bytes must be set on CPU, or vLLM takes 92 % of all memory"
         )
     args: dict[str, object] = {
         "model": model,
@@ -51,8 +52,8 @@ def build_async_llm(
         "distributed_executor_backend": "uni" if tensor_parallel_size == 1 else "mp",
         "kv_cache_memory_bytes": kv_cache_memory_bytes,
         "enforce_eager": enforce_eager,
-        # Token ids in, token ids out: the engine needs no tokenizer, and end-of-sequence comes from the model's
-        # own configuration.
+        # Token ids in, token ids out: the engine needs no tokenizer, and end-of-sequence comes from the
+        # model's own configuration.
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         # The log-prob of the distribution that a token was sampled from, temperature included.

@@ -1,9 +1,9 @@
 """What runs inside a vLLM worker: receiving weights, and dying with the parent process.
 
-vLLM imports this module in every worker because the engine names `WorkerExtension` as its `worker_extension_cls`;
-the import registers the "megatron_ppo" weight-transfer backend. vLLM drives it through `init_weight_transfer_engine`,
-`start_weight_update`, `update_weights`, `finish_weight_update`. Invariant: `update_weights` succeeds only if every
-parameter of the model has arrived.
+vLLM imports this module in every worker because the engine names `WorkerExtension` as its
+`worker_extension_cls`; the import registers the "megatron_ppo" weight-transfer backend. vLLM drives it
+through `init_weight_transfer_engine`, `start_weight_update`, `update_weights`, `finish_weight_update`.
+Invariant: `update_weights` succeeds only if every parameter of the model has arrived.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
 class BroadcastWeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     """The "megatron_ppo" backend: buckets over a `BroadcastGroup` into vLLM's layerwise reload.
 
-    Raises: RefitError for a refused manifest, a broken transfer or missing parameters; the engine must then stay
-        paused until a complete transfer has succeeded.
+    Raises: RefitError for a refused manifest, a broken transfer or missing parameters; the engine must then
+        stay paused until a complete transfer has succeeded.
     """
 
     init_info_cls = InitInfo
@@ -152,7 +152,8 @@ def _forget_partial_reload(model: nn.Module) -> None:
 
 
 def _partly_loaded(model: nn.Module) -> list[str]:
-    # A fused projection counts as loaded from its first shard on. Embeddings pad their vocabulary and never fill.
+    # A fused projection counts as loaded from its first shard on. Embeddings pad their vocabulary and never
+    # fill.
     return [
         f"{name} ({info.load_numel} of {info.load_numel_total})"
         for name, layer in model.named_modules()
@@ -163,8 +164,8 @@ def _partly_loaded(model: nn.Module) -> list[str]:
 
 
 def _repack_tied_head(model: nn.Module) -> None:
-    # On CPU a tied lm_head computes from a packed copy of the embedding, and no checkpoint name maps to it, so
-    # the reload never rebuilds it and the logits would stay those of the old weights (vllm 0.32 and 0.33).
+    # On CPU a tied lm_head computes from a packed copy of the embedding, and no checkpoint name maps to it,
+    # so the reload never rebuilds it and the logits would stay those of the old weights (vllm 0.32 and 0.33).
     head = getattr(model, "lm_head", None)
     embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
     if head is None or embedding is None or head is embedding:

@@ -1,7 +1,8 @@
-"""A Ray cluster of this run alone: on the loopback interface, without dashboard, gone when the driver is gone.
+"""A Ray cluster of this run alone: on the loopback interface, without dashboard, gone when the driver is
+gone.
 
-Driven by the composition root on trainer rank 0. Invariant: no process of the cluster outlives the driver, neither
-after a clean end nor after SIGKILL.
+Driven by the composition root on trainer rank 0. Invariant: no process of the cluster outlives the driver,
+neither after a clean end nor after SIGKILL.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import ray
+
+from megatron_ppo.ray_actors import reaper
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +56,19 @@ def start_local_cluster(
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Socket paths below it must fit into 107 characters, which a run directory may not.
     temp_dir = Path(tempfile.mkdtemp(prefix="mppo-ray-"))
+    with _reaper(temp_dir), _connection(temp_dir, log_dir, env, num_cpus, num_gpus, object_store_bytes):
+        yield
+
+
+@contextmanager
+def _connection(
+    temp_dir: Path,
+    log_dir: Path,
+    env: Mapping[str, str] | None,
+    num_cpus: int,
+    num_gpus: int | None,
+    object_store_bytes: int,
+) -> Iterator[None]:
     try:
         ray.init(
             address="local",
@@ -68,11 +86,22 @@ def start_local_cluster(
         yield
     finally:
         ray.shutdown()
-        _keep_logs(temp_dir, log_dir)
+        logs = temp_dir / "session_latest" / "logs"
+        if logs.is_dir():
+            shutil.copytree(logs, log_dir / "ray", dirs_exist_ok=True, symlinks=True)
 
 
-def _keep_logs(temp_dir: Path, log_dir: Path) -> None:
-    logs = temp_dir / "session_latest" / "logs"
-    if logs.is_dir():
-        shutil.copytree(logs, log_dir / "ray", dirs_exist_ok=True, symlinks=True)
-    shutil.rmtree(temp_dir, ignore_errors=True)
+@contextmanager
+def _reaper(temp_dir: Path) -> Iterator[None]:
+    # A session of its own: a signal to the driver's process group must not reach it.
+    command = [sys.executable, "-I", reaper.__file__, str(temp_dir)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        yield
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(timeout=reaper.LIMIT_S + 5)
+        except subprocess.TimeoutExpired:
+            logger.warning("processes of the Ray cluster in %s could not be ended", temp_dir)

@@ -1,4 +1,5 @@
-"""The inference group: engine replicas in Ray actors, as rank 0 (blocking) and the collector (async) see them.
+"""The inference group: engine replicas in Ray actors, as rank 0 (blocking) and the collector (async) see
+them.
 
 `InferenceGroup` lives on trainer rank 0, starts and ends the actors and implements `refit.fleet.EngineFleet`.
 `RayEngineClient` is a `protocol.ports.RolloutEngine` that may be pickled into another actor.
@@ -153,7 +154,8 @@ class InferenceGroup:
             for replica in range(replicas)
         ]
 
-    # The actors' processes start in the constructor; `start` only waits. Between the two the caller may build models.
+    # The actors' processes start in the constructor; `start` only waits. Between the two the caller may build
+    # models.
     def start(self) -> None:
         """Build the engines and wait until all are up. Raises: EngineDeadError, WaitTimeoutError."""
         self._call_all("start", what="the engines to start").wait(timeout_s=self._start_timeout_s)
@@ -165,7 +167,7 @@ class InferenceGroup:
         ]
 
     def watch_refs(self) -> dict[Any, str]:
-        """Object ref of a never-ending call -> name of the replica. A ref is ready only when its replica is dead."""
+        """Object ref of a never-ending call -> name of the replica; the ref is ready only when it is dead."""
         return {
             handle.call.remote("watch"): f"engine replica {replica}"
             for replica, handle in enumerate(self._handles)

@@ -1,11 +1,11 @@
 """One refit: pause the engines, broadcast the policy's weights into them, stamp the version, let them go on.
 
-Implements `loop.ports.Refit`. All trainer ranks call `push` together: gathering full tensors is collective, sending
-and steering the engines is rank 0's part.
+Implements `loop.ports.Refit`. All trainer ranks call `push` together: gathering full tensors is collective,
+sending and steering the engines is rank 0's part.
 
-Invariants: `push` returns on every rank only when every engine serves `version`, and raises on every rank otherwise,
-with the engines paused. Every rank iterates the weight source to its end in both cases, because a rank that stopped
-early would leave its peers in a gather. The sender holds one bucket and one tensor at most.
+Invariants: `push` returns on every rank only when every engine serves `version`, and raises on every rank
+otherwise, with the engines paused. Every rank iterates the weight source to its end in both cases, because a
+rank that stopped early would leave its peers in a gather. The sender holds one bucket and one tensor at most.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class BroadcastRefit:
     def push(self, *, version: int) -> Metrics:
         """Returns `refit/...` metrics on rank 0, nothing elsewhere. Raises: RefitError on every rank.
 
-        After a failure the engines stay paused. A further `push` forms a new generation of the group and sends
-        everything again, which repairs them.
+        After a failure the engines stay paused. A further `push` forms a new generation of the group and
+        sends everything again, which repairs them.
         """
         started = time.monotonic()
         self._together(version, "waiting for all trainer ranks", lambda: None)

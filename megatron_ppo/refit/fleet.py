@@ -1,6 +1,8 @@
-"""What a refit needs of the engines. `ray_actors.inference_group.InferenceGroup` implements it; only rank 0 holds one.
+"""What a refit needs of the engines. `ray_actors.inference_group.InferenceGroup` implements it; only rank 0
+holds one.
 
-Every method addresses all engines at once and concurrently: a broadcast moves only when every member is inside it.
+Every method addresses all engines at once and concurrently: a broadcast moves only when every member is
+inside it.
 """
 
 from __future__ import annotations

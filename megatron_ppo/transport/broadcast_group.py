@@ -1,11 +1,12 @@
-"""One sender, many receivers: the broadcast group that carries weights from the trainer to the engine workers.
+"""One sender, many receivers: the broadcast group that carries weights from the trainer to the engine
+workers.
 
-Rank 0 of the trainer owns the `BroadcastStore` for the whole run and is group rank 0; every engine worker is one
-further rank. A change of members is a new generation: the same store, another key prefix, a new process group.
-Neither side needs a default process group.
+Rank 0 of the trainer owns the `BroadcastStore` for the whole run and is group rank 0; every engine worker is
+one further rank. A change of members is a new generation: the same store, another key prefix, a new process
+group. Neither side needs a default process group.
 
-Invariant: no bucket moves before every receiver has confirmed the sender's manifest digest, because two ends that
-cut different buckets make gloo abort the process instead of raising.
+Invariant: no bucket moves before every receiver has confirmed the sender's manifest digest, because two ends
+that cut different buckets make gloo abort the process instead of raising.
 """
 
 from __future__ import annotations
@@ -187,8 +188,8 @@ class BroadcastGroup:
                 check_peers()
             if (waited_s := time.monotonic() - started) > self.spec.timeout_s:
                 raise WaitTimeoutError(
-                    f"refit group rank {self.rank}, generation {self.spec.generation}: waited {waited_s:.0f} s "
-                    f"for {what}; the limit is {self.spec.timeout_s:.0f} s"
+                    f"refit group rank {self.rank}, generation {self.spec.generation}: "
+                    f"waited {waited_s:.0f} s for {what}; the limit is {self.spec.timeout_s:.0f} s"
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _POLL_MAX_S)

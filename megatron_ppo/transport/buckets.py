@@ -1,7 +1,7 @@
 """The torch side of `protocol.weights.Bucket`: tensors into one byte buffer and back out as views.
 
-Driven by `refit` (packing) and `inference.worker_extension` (views). Invariant: what `views_of_bucket` returns has
-the shape, dtype and bits of what `pack_bucket` took, without a copy on the receiving side.
+Driven by `refit` (packing) and `inference.worker_extension` (views). Invariant: what `views_of_bucket`
+returns has the shape, dtype and bits of what `pack_bucket` took, without a copy on the receiving side.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def pack_bucket(bucket: Bucket, tensors: Iterator[Tensor], buffer: Tensor) -> Te
 
 
 def views_of_bucket(bucket: Bucket, buffer: Tensor) -> list[tuple[str, Tensor]]:
-    """(name, view) for each tensor of the bucket; the views share the memory of `buffer` (uint8, contiguous)."""
+    """(name, view) for each tensor of the bucket; the views share the memory of `buffer` (uint8)."""
     return [
         (meta.name, _view(buffer, offset, meta))
         for meta, offset in zip(bucket.tensors, bucket.offsets, strict=True)
