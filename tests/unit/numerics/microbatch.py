@@ -93,7 +93,7 @@ def one_sequence(
     reference: Sequence[float] | None = None,
     reward: float = 0.0,
 ) -> Microbatch:
-    """One prompt token, then the given response tokens. `old` and `generation` default to `logprobs`, `old`."""
+    """One prompt token, then these response tokens. `old` defaults to `logprobs`, `generation` to `old`."""
 
     def row(values: Sequence[float]) -> Tensor:
         return torch.tensor([[0.0, *values]], dtype=DTYPE)

@@ -152,7 +152,7 @@ def test_padded_sequences_train_like_a_stream_of_episodes() -> None:
     stream = train_on_stream(stream_model, epochs=10)
     padded = train_on_padded_sequences(padded_model, epochs=10)
     assert max(entry["clip"] for entry in stream) > 0.0  # the clipped branch is exercised
-    # float64, the same formulas in another order; ten Adam steps amplify rounding (1e-16) far less than to 1e-9.
+    # float64, the same formulas in another order; ten Adam steps keep rounding (1e-16) far below 1e-9.
     for theirs, ours in zip(stream, padded, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-9)
     for theirs, ours in zip(stream_model.parameters(), padded_model.parameters(), strict=True):
