@@ -98,8 +98,10 @@ def train(run: LoopSettings, schedule: AsyncSchedule, parts: Parts) -> int:
         return step
     parts.refit.push(version=schedule.version_at(step))
     if step == 0 and run.validate_at_start:
-        with parts.telemetry.before_training() as log:
+        log = parts.telemetry.before_first_step()
+        with log.timed("idle/validation"):
             log.add(parts.validator.run(step=0))
+        log.flush()
     parts.groups.open(step=step, frontier=schedule.frontier(step))
 
     while step < run.max_num_steps:
@@ -121,7 +123,7 @@ def train(run: LoopSettings, schedule: AsyncSchedule, parts: Parts) -> int:
         parts.groups.open(step=step, frontier=schedule.frontier(step))
 
         if run.validation_due(step):
-            with log.timed("validation"):
+            with log.timed("idle/validation"):
                 log.add(parts.validator.run(step=step))
         if run.checkpoint_due(step):
             with log.timed("checkpointing"):

@@ -57,7 +57,8 @@ class RunCheckpoints:
 
     Args:
         folder: `<run dir>/checkpoints`.   resume: whether to continue from its newest complete checkpoint.
-        keep: how many of the newest to keep.   metric: of which the best checkpoint is kept as well.
+        keep: how many of the newest to keep.   metric: of which the best checkpoint is kept as well, the
+            largest or the smallest by `higher_is_better`.
         identity: what must be equal to continue (seed, model, task); compared on restore.
         load_replay_buffer: False regenerates the whole window instead of restoring finished groups.
     """
@@ -69,25 +70,25 @@ class RunCheckpoints:
         resume: bool,
         keep: int,
         metric: str | None,
+        higher_is_better: bool,
         identity: dict[str, str],
         load_replay_buffer: bool,
         models: ModelStore,
         replay: ReplaySnapshots | None,
         version_at: Callable[[int], int],
         on_rank_zero: OnRankZero[object],
-        is_rank_zero: bool,
     ) -> None:
         self._folder = folder
         self._resume = resume
         self._keep = keep
         self._metric = metric
+        self._sign = 1.0 if higher_is_better else -1.0
         self._identity = identity
         self._load_replay_buffer = load_replay_buffer
         self._models = models
         self._replay = replay
         self._version_at = version_at
         self._on_rank_zero = on_rank_zero
-        self._is_rank_zero = is_rank_zero
 
     def restore(self) -> int:
         """Continue from the newest complete checkpoint, if resuming and there is one."""
@@ -182,7 +183,7 @@ class RunCheckpoints:
         """All but the newest `keep` and the best by the metric (of equal ones the newer)."""
         folders = sorted(self._folder.glob("step_*"), key=_step_of)
         kept = set(folders[-max(self._keep, 1) :])
-        ranked = [(value, _step_of(f), f) for f in folders if (value := _metric_value(f, self._metric)) is not None]
+        ranked = [(self._sign * value, _step_of(f), f) for f in folders if (value := _metric_value(f, self._metric)) is not None]
         if ranked:
             kept.add(max(ranked)[2])
         return [folder for folder in folders if folder not in kept]

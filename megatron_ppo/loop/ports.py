@@ -124,15 +124,15 @@ class StepLog(Protocol):
         """What has been added so far."""
         ...
 
-    def add(self, metrics: Metrics) -> None:
+    def add(self, metrics: Metrics, /) -> None:
         """Add metrics; a key may be added once."""
         ...
 
-    def timed(self, name: str) -> AbstractContextManager[None]:
+    def timed(self, name: str, /) -> AbstractContextManager[None]:
         """Time a phase; repeated phases of one step add up."""
         ...
 
-    def flush(self) -> None:
+    def flush(self) -> object:
         """Write the step's row."""
         ...
 
@@ -140,10 +140,10 @@ class StepLog(Protocol):
 class Telemetry(Protocol):
     """Where metrics go. Ranks other than 0 hold one that drops them."""
 
-    def step(self, step: int) -> StepLog:
+    def step(self, step: int, /) -> StepLog:
         """The log of the step that starts with `step` completed steps."""
         ...
 
-    def before_training(self) -> AbstractContextManager[StepLog]:
+    def before_first_step(self) -> StepLog:
         """The log of what happens before the first step; its row has step 0."""
         ...

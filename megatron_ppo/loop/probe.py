@@ -6,7 +6,8 @@ cache, another rope) shows up here as a difference of log-probs, without any sta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -25,11 +26,19 @@ class SequenceScorer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """The scored sequences, and per replica and sequence the engine's log-probs of every token after the first."""
+
+    sequences: list[list[int]]
+    by_replica: list[list[list[float]]]
+
+
 class ProbedRefit:
     """A refit whose every publish is verified by the probe.
 
     Args:
-        sequences: token ids, the same on every rank and at every publish.
+        make_sequences: token ids to score; called on rank 0 once, after the first publish, when engines can serve.
         tolerance_nats: a larger difference is a RefitError; None only reports it.
 
     Invariant: `push` returns only when every replica agrees with the learner within the tolerance.
@@ -41,28 +50,30 @@ class ProbedRefit:
         refit: Refit,
         policy: Policy,
         engines: SequenceScorer | None,
-        sequences: Sequence[Sequence[int]],
+        make_sequences: Callable[[], list[list[int]]],
         tolerance_nats: float | None,
         pad_token_id: int,
         deadline_s: float,
-        on_rank_zero: OnRankZero[list[list[list[float]]]],
+        on_rank_zero: OnRankZero[Probe],
     ) -> None:
         self._refit = refit
         self._policy = policy
         self._engines = engines
-        self._sequences = sequences
+        self._make_sequences = make_sequences
         self._tolerance_nats = tolerance_nats
+        self._pad_token_id = pad_token_id
         self._deadline_s = deadline_s
         self._on_rank_zero = on_rank_zero
-        self._batch = _probe_batch(sequences, pad_token_id)
+        self._sequences: list[list[int]] | None = None
 
     def push(self, *, version: int) -> Metrics:
         """Publish, then compare. Adds `probe/max_abs_logprob_diff_nats`. Raises: RefitError."""
         metrics = dict(self._refit.push(version=version))
-        by_replica = self._on_rank_zero(f"same-version probe of version {version}", self._score)
-        learner_BT = self._policy.logprobs(self._batch, temperature=1.0)
+        probe = self._on_rank_zero(f"same-version probe of version {version}", self._score)
+        batch = _probe_batch(probe.sequences, self._pad_token_id)
+        learner_BT = self._policy.logprobs(batch, temperature=1.0)
         worst = 0.0
-        for replica, rows in enumerate(by_replica):
+        for replica, rows in enumerate(probe.by_replica):
             for row, logprobs in enumerate(rows):
                 mine = learner_BT[row, 1 : 1 + len(logprobs)]
                 difference = float((mine - torch.tensor(logprobs, dtype=torch.float32)).abs().max())
@@ -76,9 +87,12 @@ class ProbedRefit:
         metrics["probe/max_abs_logprob_diff_nats"] = worst
         return metrics
 
-    def _score(self) -> list[list[list[float]]]:
+    def _score(self) -> Probe:
         assert self._engines is not None, "only rank 0 asks the engines"
-        return self._engines.score(self._sequences, deadline_s=self._deadline_s)
+        if self._sequences is None:
+            self._sequences = self._make_sequences()
+        by_replica = self._engines.score(self._sequences, deadline_s=self._deadline_s)
+        return Probe(sequences=self._sequences, by_replica=by_replica)
 
 
 def _probe_batch(sequences: Sequence[Sequence[int]], pad_token_id: int) -> TrainBatch:

@@ -12,7 +12,7 @@ import ray
 from megatron_ppo.collector.collector import Collector
 from megatron_ppo.collector.router import ReplicaRouter
 from megatron_ppo.collector.stats import CollectorStats
-from megatron_ppo.ray_actors.inference_group import RayEngineClient
+from megatron_ppo.protocol.ports import RolloutEngine
 from megatron_ppo.ray_actors.replay_client import RayReplayClient
 from megatron_ppo.telemetry.process_log import redirect_process_output
 
@@ -25,7 +25,7 @@ class CollectorActor:
     """`Collector` over actor handles.
 
     Args:
-        engines: handles of the engine replicas.   replay: handle of the replay buffer.
+        engines: one client per engine replica.  replay: handle of the replay buffer.
         scorer, prompts: `_target_` (dotted name) and keyword arguments of what is built in this process.
         settings: the remaining keyword arguments of `Collector`.
     """
@@ -33,7 +33,7 @@ class CollectorActor:
     def __init__(
         self,
         *,
-        engines: Sequence[Any],
+        engines: Sequence[RolloutEngine],
         replay: Any,
         scorer: Mapping[str, Any],
         prompts: Mapping[str, Any],
@@ -42,7 +42,7 @@ class CollectorActor:
     ) -> None:
         redirect_process_output(Path(log_path))
         self._collector = Collector(
-            engine=ReplicaRouter([RayEngineClient(handle) for handle in engines]),
+            engine=ReplicaRouter(list(engines)),
             replay=RayReplayClient(replay),
             scorer=_build(scorer),
             prompts=_build(prompts),

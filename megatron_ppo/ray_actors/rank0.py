@@ -139,12 +139,12 @@ class RayGroupSource:
     """The learner's side of the replay buffer: rank 0 pops the actor, every rank gets the groups."""
 
     def __init__(
-        self, *, rank_zero: RankZero, supervisor: Supervisor | None, replay: Any | None, stall_timeout_s: float
+        self, *, rank_zero: RankZero, supervisor: Supervisor | None, replay: Any | None, groups_timeout_s: float
     ) -> None:
         self._rank_zero = rank_zero
         self._supervisor = supervisor
         self._replay = replay
-        self._stall_timeout_s = stall_timeout_s
+        self._groups_timeout_s = groups_timeout_s
 
     def take(self, *, target_step: int) -> list[PromptGroup]:
         """The groups of `target_step`. Raises: WaitTimeoutError with the pending prompts, PartDiedError."""
@@ -161,20 +161,19 @@ class RayGroupSource:
     def _poll(self, target_step: int, started: float) -> list[PromptGroup] | None:
         assert self._supervisor is not None and self._replay is not None
         self._supervisor.raise_if_failed()
-        groups: list[PromptGroup] | None = self._supervisor.call(
-            self._replay.take.remote(target_step, timeout_s=POLL_S),
-            what=f"the groups of step {target_step}",
-            timeout_s=POLL_S + 30,
-        )
-        waited = time.monotonic() - started
-        if groups is None and waited > self._stall_timeout_s:
-            status = self._supervisor.call(
-                self._replay.status.remote(), what="the status of the replay buffer", timeout_s=10
+        pending = self._replay.take.remote(target_step=target_step, timeout_s=POLL_S)
+        try:
+            groups: list[PromptGroup] = self._supervisor.call(
+                pending, what=f"the groups of step {target_step}", timeout_s=POLL_S + 30
             )
+        except WaitTimeoutError as error:
+            waited = time.monotonic() - started
+            if waited < self._groups_timeout_s:
+                return None
             raise WaitTimeoutError(
-                f"no complete set of groups for step {target_step} after {waited:.0f} s "
-                f"(cluster.stall_timeout_s is {self._stall_timeout_s:.0f}); replay buffer: {status}"
-            )
+                f"step {target_step + 1} has no complete set of groups after {waited:.0f} s, "
+                f"cluster.groups_timeout_s is {self._groups_timeout_s:.0f}; {error}"
+            ) from error
         return groups
 
     def _open(self, step: int, frontier: int) -> None:

@@ -1,0 +1,154 @@
+"""Starts and ends the run's Ray side on trainer rank 0: cluster, engines, replay buffer, collector."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ppo.config.derived import Derived
+from megatron_ppo.config.schema import RunConfig
+from megatron_ppo.data.task import TaskSpec
+from megatron_ppo.inference.environment import engine_environment
+from megatron_ppo.protocol.trajectory import SamplingSettings
+from megatron_ppo.ray_actors.cluster import start_local_cluster
+from megatron_ppo.ray_actors.collector_actor import CollectorActor
+from megatron_ppo.ray_actors.inference_group import InferenceGroup
+from megatron_ppo.ray_actors.rank0 import RayReplaySnapshots, Supervisor
+from megatron_ppo.ray_actors.replay_actor import ReplayActor
+from megatron_ppo.telemetry.run_dir import RunDirectory
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunActors:
+    """Handles that rank 0 holds."""
+
+    engines: InferenceGroup
+    replay: Any
+    collector: Any
+    supervisor: Supervisor
+
+    def begin(self) -> None:
+        """Wait for the engines, start the collector (nothing is reserved before the window opens), watch them all."""
+        self.engines.start()
+        self.supervisor.watch(
+            {
+                **self.engines.watch_refs(),
+                self.replay.watch.remote(): "the replay buffer",
+                self.collector.run.remote(): "the collector",
+            }
+        )
+
+    def snapshots(self) -> RayReplaySnapshots:
+        """Save and restore of the replay buffer."""
+        return RayReplaySnapshots(supervisor=self.supervisor, replay=self.replay, collector=self.collector)
+
+
+@contextlib.contextmanager
+def run_actors(
+    config: RunConfig,
+    derived: Derived,
+    *,
+    task: TaskSpec,
+    task_kwargs: dict[str, Any],
+    policy_folder: Path,
+    directory: RunDirectory,
+    abandon: Callable[[str], None],
+) -> Iterator[RunActors]:
+    """Start every process without waiting for it; end every process on the way out, also after a failure."""
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    gpus = torch.cuda.device_count()
+    with start_local_cluster(
+        log_dir=directory.logs_dir,
+        object_store_bytes=config.cluster.object_store_bytes,
+        num_gpus=gpus if gpus else None,
+        env={"OMP_NUM_THREADS": "1"},
+    ):
+        engines = InferenceGroup(
+            replicas=config.inference.replicas,
+            tensor_parallel_size=config.inference.tensor_parallel_size,
+            engine_kwargs={
+                "model": str(policy_folder),
+                "stop_token_ids": task.stop_token_ids,
+                **_engine_kwargs(config, derived),
+            },
+            env=engine_environment(device_type=device_type),
+            log_dir=directory.logs_dir,
+            start_timeout_s=config.inference.start_timeout_s,
+            gpus_per_worker=1.0 if gpus else 0.0,
+            engine_target=config.inference.target,
+        )
+        supervisor = Supervisor(abandon=abandon)
+        try:
+            replay = ReplayActor.remote(
+                schedule=derived.schedule,
+                num_prompts_per_step=config.algorithm.num_prompts_per_step,
+                num_generations_per_prompt=config.algorithm.num_generations_per_prompt,
+                log_path=str(directory.log_path("replay_buffer")),
+            )
+            collector = CollectorActor.remote(
+                engines=engines.clients(),
+                replay=replay,
+                scorer={"_target_": config.reward.target or task.reward.target, **task.reward.kwargs},
+                prompts={
+                    "_target_": "megatron_ppo.data.tasks.train_prompts",
+                    "stream_seed": config.run.seed,
+                    **task_kwargs,
+                },
+                settings=_collector_settings(config, derived),
+                log_path=str(directory.log_path("collector")),
+            )
+            actors = RunActors(engines=engines, replay=replay, collector=collector, supervisor=supervisor)
+            yield actors
+            _stop_collector(actors, config.cluster.shutdown_timeout_s)
+        finally:
+            supervisor.stop()
+            engines.shutdown()
+
+
+def sampling_settings(config: RunConfig) -> SamplingSettings:
+    """How training rollouts are sampled."""
+    return SamplingSettings(
+        temperature=config.inference.temperature,
+        max_new_tokens=config.inference.max_new_tokens,
+    )
+
+
+def validation_sampling(config: RunConfig, derived: Derived) -> SamplingSettings:
+    """How validation responses are sampled."""
+    return SamplingSettings(
+        temperature=config.validation.temperature,
+        top_p=config.validation.top_p,
+        top_k=config.validation.top_k,
+        max_new_tokens=derived.validation_max_new_tokens,
+    )
+
+
+def _engine_kwargs(config: RunConfig, derived: Derived) -> dict[str, Any]:
+    kwargs = config.inference.engine_kwargs(max_model_len=derived.max_model_len)
+    return {key: value for key, value in kwargs.items() if key != "tensor_parallel_size"}
+
+
+def _collector_settings(config: RunConfig, derived: Derived) -> dict[str, Any]:
+    return {
+        "num_generations": config.algorithm.num_generations_per_prompt,
+        "sampling": sampling_settings(config),
+        "seed": config.run.seed,
+        "max_concurrent_groups": derived.max_concurrent_groups,
+        "deadline_s": config.inference.request_deadline_s,
+        "max_retries": config.collector.max_retries,
+        "max_generation_failures": config.schedule.max_generation_failures,
+    }
+
+
+def _stop_collector(actors: RunActors, timeout_s: float) -> None:
+    """The orderly end: acknowledged, so that no rollout is cut off in the middle of a commit."""
+    actors.supervisor.stop()
+    actors.supervisor.call(actors.collector.stop.remote(), what="the collector to stop", timeout_s=timeout_s)

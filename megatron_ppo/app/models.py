@@ -1,0 +1,88 @@
+"""Builds policy and critic on this rank from the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ppo.config.derived import Derived, ParallelSizes
+from megatron_ppo.config.model_sections import SchedulerSection, TrainedModelSection
+from megatron_ppo.config.schema import RunConfig
+from megatron_ppo.config.targets import build, resolve
+
+from megatron_ppo.mcore.checkpoint import load_models, save_models
+from megatron_ppo.mcore.critic import MegatronCritic
+from megatron_ppo.mcore.parallel import ParallelContext
+from megatron_ppo.mcore.policy import MegatronPolicy
+from megatron_ppo.mcore.settings import OptimizerSettings, SchedulerSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Models:
+    """The trained models of this rank; also the store that saves and loads both."""
+
+    policy: MegatronPolicy
+    critic: MegatronCritic
+
+    def save(self, folder: Path) -> None:
+        """Write both, with optimizers and schedulers, into the existing `folder`. Collective."""
+        save_models(folder, self._by_name())
+
+    def load(self, folder: Path) -> None:
+        """Restore both in place. Collective. Raises: CheckpointError."""
+        load_models(folder, self._by_name())
+
+    def _by_name(self) -> Mapping[str, MegatronPolicy | MegatronCritic]:
+        return {"policy": self.policy, "critic": self.critic}
+
+
+def build_models(
+    config: RunConfig, derived: Derived, *, policy_folder: Path, critic_folder: Path, pad_token_id: int
+) -> Models:
+    """Both models with their own layouts and optimizers. Collective over all ranks."""
+    timeout_s = config.cluster.process_group_timeout_s
+    policy = resolve(config.policy.target)(
+        model=policy_folder,
+        parallel=_context(derived.policy, config.policy, timeout_s),
+        loss=build(config.loss),
+        temperature=config.inference.temperature,
+        reference=derived.needs_reference,
+        pad_token_id=pad_token_id,
+        seed=config.run.seed,
+        **_training(config.policy, derived.policy_scheduler_ticks),
+    )
+    critic = resolve(config.critic.target)(
+        model=critic_folder,
+        parallel=_context(derived.critic, config.critic, timeout_s),
+        value_loss=build(config.value_loss),
+        pad_token_id=pad_token_id,
+        seed=config.run.seed,
+        **_training(config.critic, derived.critic_scheduler_ticks),
+    )
+    return Models(policy=policy, critic=critic)
+
+
+def _context(sizes: ParallelSizes, section: TrainedModelSection, timeout_s: float) -> ParallelContext:
+    return ParallelContext.create(
+        tensor_model_parallel_size=sizes.tensor,
+        pipeline_model_parallel_size=sizes.pipeline,
+        context_parallel_size=sizes.context,
+        sequence_parallel=section.parallelism.sequence_parallel,
+        timeout_s=timeout_s,
+    )
+
+
+def _training(section: TrainedModelSection, ticks: int) -> dict[str, Any]:
+    return {
+        "precision": section.precision,
+        "train_micro_batch_size": section.train_micro_batch_size,
+        "logprob_batch_size": section.logprob_batch_size,
+        "optimizer": OptimizerSettings(**section.optimizer.model_dump()),
+        "scheduler": _scheduler(section.scheduler, ticks),
+    }
+
+
+def _scheduler(section: SchedulerSection, ticks: int) -> SchedulerSettings:
+    return SchedulerSettings(**{**section.model_dump(), "lr_decay_steps": ticks})
