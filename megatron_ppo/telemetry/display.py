@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO, TypeVar, cast
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleDimensions, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.progress_bar import ProgressBar
@@ -34,19 +35,61 @@ _Method = TypeVar("_Method", bound=Callable[..., None])
 
 
 def _never_fails(method: _Method) -> _Method:
-    """Switch the display off, with one log line, instead of raising into the run."""
+    """Switch the display off, with one log entry, instead of raising into the run."""
 
     @functools.wraps(method)
     def guarded(self: ProgressDisplay, *args: Any, **kwargs: Any) -> None:
-        if self.broken:
+        if self._failed:
             return
         try:
             method(self, *args, **kwargs)
-        except Exception:  # any failure of a terminal: the run matters more than its picture
-            self.broken = True
+        except Exception:  # whatever it is, the run matters more than its picture
+            self._failed = True
             logger.exception("the progress display failed and is switched off; the run goes on")
 
     return cast(_Method, guarded)
+
+
+class _GuardedStream:
+    """Drops what can no longer be written, because rich exits the process on a broken pipe."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._target = stream
+        self.broken = False
+
+    def write(self, text: str) -> int:
+        self._attempt(lambda: self._target.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(self._target.flush)
+
+    def isatty(self) -> bool:
+        return self._target.isatty()
+
+    def fileno(self) -> int:
+        return self._target.fileno()
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        if self.broken:
+            return
+        try:
+            action()
+        except (OSError, ValueError) as error:  # ValueError: the stream was closed
+            self.broken = True
+            logger.error("the terminal is gone (%s); progress is no longer shown, the run goes on", error)
+
+
+class _StreamConsole(Console):
+    """A console of the size of its own stream; rich's looks at descriptors 0 to 2, which may be log files."""
+
+    @property  # type: ignore[misc]
+    def size(self) -> ConsoleDimensions:
+        try:
+            columns, lines = os.get_terminal_size(self.file.fileno())
+        except (OSError, ValueError):
+            return super().size
+        return ConsoleDimensions(columns, lines) if columns > 0 and lines > 0 else super().size
 
 
 class ProgressDisplay:
@@ -55,15 +98,12 @@ class ProgressDisplay:
     Args:
         stream: the terminal, for example what `redirect_process_output` returns.
         live: True draws a live table, False prints a line per step, None is live exactly on a terminal.
-
-    Attributes:
-        broken: whether the stream failed and the display is off.
     """
 
     def __init__(
         self, stream: TextIO, *, run_name: str, max_num_steps: int, live: bool | None = None
     ) -> None:
-        self.broken = False
+        self._failed = False
         self._run_name = run_name
         self._max_num_steps = max_num_steps
         self._step = 0
@@ -71,10 +111,15 @@ class ProgressDisplay:
         self._step_times_s: deque[float] = deque(maxlen=ETA_WINDOW_STEPS)
         self._rows: deque[tuple[str, ...]] = deque(maxlen=VISIBLE_ROWS)
         self._note, self._note_since_s = "", time.monotonic()
-        self._stream = stream
-        self._console = Console(file=stream, force_terminal=live)
+        self._stream = _GuardedStream(stream)
+        self._console = _StreamConsole(file=cast(TextIO, self._stream), force_terminal=live)
         self._live: Live | None = None
         self._open()
+
+    @property
+    def broken(self) -> bool:
+        """Whether the display is off, because it or its stream failed."""
+        return self._failed or self._stream.broken
 
     @_never_fails
     def start(self, *, next_step: int) -> None:

@@ -258,7 +258,7 @@ def check_apex(folder: Path | None, *, needed: bool) -> Check:
             name=name,
             status=Status.WARNING,
             found="none",
-            advice="optional: build it from its source repository; the apex of the package index is unrelated",
+            advice="optional: build it from its repository; the apex of the package index is unrelated",
         )
     return Check(name=name, status=Status.OK, found="none (not used on CPU)")
 

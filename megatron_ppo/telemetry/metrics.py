@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol, SupportsFloat, TypeAlias
 
 MetricValue: TypeAlias = float | str
@@ -60,6 +61,14 @@ class Sink(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """Where time comes from: durations in seconds, and seconds since the epoch."""
+
+    monotonic_s: Callable[[], float] = time.perf_counter
+    unix_s: Callable[[], float] = time.time
+
+
 class StepLog:
     """Metrics of one step. Made by `Telemetry`, used by one thread.
 
@@ -69,17 +78,20 @@ class StepLog:
         num_trainer_ranks: ranks that share the step, for the per-rank throughput.
     """
 
-    def __init__(self, *, completed_steps: int, sinks: Sequence[Sink], num_trainer_ranks: int) -> None:
+    def __init__(
+        self, *, completed_steps: int, sinks: Sequence[Sink], num_trainer_ranks: int, clock: Clock
+    ) -> None:
         self.completed_steps = completed_steps
         self._sinks = sinks
         self._num_trainer_ranks = num_trainer_ranks
+        self._clock = clock
         self._values: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
-        self._clock: dict[str, tuple[float, float]] = {}
+        self._intervals: dict[str, tuple[float, float]] = {}
         self._depth = 0
         self._outermost_s = 0.0
-        self._started_s = time.perf_counter()
-        self._started_unix_s = time.time()
+        self._started_s = clock.monotonic_s()
+        self._started_unix_s = clock.unix_s()
         self._flushed = False
 
     @property
@@ -99,18 +111,18 @@ class StepLog:
         self._require_open()
         if not _TIMER_NAME.fullmatch(name):
             raise ValueError(f"timer name must be lower-case words joined by '_' or '/', got {name!r}")
-        start_unix_s, start_s = time.time(), time.perf_counter()
+        start_unix_s, start_s = self._clock.unix_s(), self._clock.monotonic_s()
         self._depth += 1
         try:
             yield
         finally:
-            elapsed_s = time.perf_counter() - start_s
+            elapsed_s = self._clock.monotonic_s() - start_s
             self._depth -= 1
             if self._depth == 0:
                 self._outermost_s += elapsed_s
             self._seconds[name] = self._seconds.get(name, 0.0) + elapsed_s
-            first_s, _ = self._clock.get(name, (start_unix_s, start_unix_s))
-            self._clock[name] = (first_s, start_unix_s + elapsed_s)
+            first_s, _ = self._intervals.get(name, (start_unix_s, start_unix_s))
+            self._intervals[name] = (first_s, start_unix_s + elapsed_s)
 
     def add(self, metrics: Mapping[str, SupportsFloat]) -> None:
         """Add metrics under new keys; zero-dimensional arrays and tensors count as numbers.
@@ -142,8 +154,8 @@ class StepLog:
         """
         self._require_open()
         self._flushed = True
-        total_s = time.perf_counter() - self._started_s
-        row: Row = {"step": self.completed_steps, "time_unix_s": time.time()}
+        total_s = self._clock.monotonic_s() - self._started_s
+        row: Row = {"step": self.completed_steps, "time_unix_s": self._clock.unix_s()}
         parts: list[Mapping[str, MetricValue]] = [self._values, self._timings(), self._clocks(total_s)]
         if self.completed_steps > 0:
             parts.append(self._derived(total_s))
@@ -165,9 +177,9 @@ class StepLog:
         return {prefix + name: seconds for name, seconds in self._seconds.items()}
 
     def _clocks(self, total_s: float) -> dict[str, float]:
-        clocks = {**self._clock, "step": (self._started_unix_s, self._started_unix_s + total_s)}
+        intervals = {**self._intervals, "step": (self._started_unix_s, self._started_unix_s + total_s)}
         named = {}
-        for name, (start_s, end_s) in clocks.items():
+        for name, (start_s, end_s) in intervals.items():
             named[f"clock/{name}_start_s"] = start_s
             named[f"clock/{name}_end_s"] = end_s
         return named
@@ -200,13 +212,17 @@ class Telemetry:
     Args:
         sinks: receivers of rows, in order; empty on every rank but 0.
         num_trainer_ranks: ranks that share a step.
+        clock: source of time; tests give their own.
     """
 
-    def __init__(self, *, sinks: Sequence[Sink] = (), num_trainer_ranks: int = 1) -> None:
+    def __init__(
+        self, *, sinks: Sequence[Sink] = (), num_trainer_ranks: int = 1, clock: Clock | None = None
+    ) -> None:
         if num_trainer_ranks < 1:
             raise ValueError(f"num_trainer_ranks must be >= 1, got {num_trainer_ranks}")
         self._sinks = tuple(sinks)
         self._num_trainer_ranks = num_trainer_ranks
+        self._clock = clock or Clock()
         self._started = False
 
     def before_first_step(self) -> StepLog:
@@ -244,7 +260,10 @@ class Telemetry:
             for sink in self._sinks:
                 sink.start(next_step=completed_steps)
         return StepLog(
-            completed_steps=completed_steps, sinks=self._sinks, num_trainer_ranks=self._num_trainer_ranks
+            completed_steps=completed_steps,
+            sinks=self._sinks,
+            num_trainer_ranks=self._num_trainer_ranks,
+            clock=self._clock,
         )
 
 
