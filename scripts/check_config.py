@@ -1,8 +1,10 @@
 """Compose, validate and explain a configuration, on any machine and without starting anything.
 
-Command: python scripts/check_config.py +experiment=megatron_40step [key=value …] [-m] [--world-size N] [--show]
+Command: python scripts/check_config.py +experiment=megatron_40step [key=value …] [-m] [--world-size N]
+         [--show]
 
-Prints what follows from the configuration for N trainer ranks. Exit 2 and one message on bad input.
+Prints what follows from the configuration for N trainer ranks; --show adds every key.
+Exit 2 and one message on bad input.
 """
 
 from __future__ import annotations
@@ -12,12 +14,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import yaml  # noqa: E402
+import yaml
 
-from megatron_ppo.config.checks import derive  # noqa: E402
-from megatron_ppo.config.compose import parse_command_line  # noqa: E402
-from megatron_ppo.config.schema import RunConfig  # noqa: E402
-from megatron_ppo.protocol.errors import ConfigError  # noqa: E402
+from megatron_ppo.config.checks import derive
+from megatron_ppo.config.compose import parse_command_line
+from megatron_ppo.config.schema import RunConfig
+from megatron_ppo.protocol.errors import ConfigError
 
 BAD_INPUT = 2
 

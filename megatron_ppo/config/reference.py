@@ -83,6 +83,7 @@ GROUP_FILES: dict[str, type[BaseModel]] = {
 }
 RECIPE_FILES: dict[str, tuple[type[BaseModel], dict[str, object]]] = {
     "model/sort3_5_tiny": (WarmStartRecipeSection, {"task": "sort3_5"}),
+    "model/count_long_tiny": (WarmStartRecipeSection, {"task": "count_long", "sft_batch_size": 32}),
     "model/smollm2_135m": (SmolLM2RecipeSection, {}),
 }
 _DOCUMENTED: tuple[tuple[str, type[BaseModel]], ...] = (

@@ -60,13 +60,10 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _drop_removed_gates(cls, values: Any) -> Any:
-        gates = values.get("gates", {}) if isinstance(values, dict) else "of a built object"
-        if isinstance(gates, dict | None):
-            return {
-                **values,
-                "gates": {name: gate for name, gate in (gates or {}).items() if gate is not None},
-            }
-        return values
+        if not isinstance(values, dict) or not isinstance(values.get("gates"), dict | None):
+            return values
+        gates = values.get("gates") or {}
+        return {**values, "gates": {name: gate for name, gate in gates.items() if gate is not None}}
 
     def resolved(self) -> dict[str, Any]:
         """Plain nested dict under the YAML names, for the run directory and the digest."""
