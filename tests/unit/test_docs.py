@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_ppo.config.schema import RunConfig
 from megatron_ppo.protocol.schedule import AsyncSchedule
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,3 +70,32 @@ def test_files_that_a_document_names_exist(document: str) -> None:
     missing = [target for target in LINK.findall(text) if not (path.parent / target).exists()]
     missing += [target for target in PATH_IN_CODE.findall(text) if not list(ROOT.glob(target.rstrip("/")))]
     assert not missing, f"{document} names {missing}"
+
+
+@functools.cache
+def config_keys() -> frozenset[str]:
+    """Dotted keys of the whole configuration, sections included."""
+    schema = RunConfig.model_json_schema(by_alias=True)
+    return frozenset(_keys_below(schema, schema["$defs"], ""))
+
+
+def _keys_below(section: dict[str, Any], definitions: dict[str, Any], prefix: str) -> set[str]:
+    keys: set[str] = set()
+    for name, value in section.get("properties", {}).items():
+        keys.add(prefix + name)
+        for reference in re.findall(r"#/\$defs/(\w+)", str(value)):
+            keys |= _keys_below(definitions[reference], definitions, f"{prefix}{name}.")
+    return keys
+
+
+@pytest.mark.parametrize(
+    "document",
+    sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]),
+)
+def test_configuration_keys_that_a_document_names_exist(document: str) -> None:
+    sections = "|".join(key for key in config_keys() if "." not in key)
+    text = (ROOT / document).read_text(encoding="utf-8")
+    named = set(re.findall(rf"`((?:{sections})(?:\.[a-z]\w+)+)(?:=[^`]*)?`", text))
+    # `data.batch` and the like are modules.
+    modules = {key for key in named if (ROOT / "megatron_ppo" / f"{key.replace('.', '/')}.py").exists()}
+    assert not named - config_keys() - modules
