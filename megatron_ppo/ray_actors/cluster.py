@@ -94,7 +94,7 @@ def _connection(
 @contextmanager
 def _reaper(temp_dir: Path) -> Iterator[None]:
     # A session of its own: a signal to the driver's process group must not reach it.
-    command = [sys.executable, "-I", reaper.__file__, str(temp_dir)]
+    command = [sys.executable, "-I", reaper.__file__, str(temp_dir), str(os.getpid())]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
         yield
