@@ -18,7 +18,6 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
 from megatron_ppo.app.actors import RunActors, run_actors, validation_sampling
 from megatron_ppo.config.derived import Derived
@@ -37,7 +36,8 @@ from megatron_ppo.protocol.trajectory import SamplingSettings
 from megatron_ppo.ray_actors.rank0 import RankZero, RayGroupSource
 from megatron_ppo.refit.agreement import agreement_over
 from megatron_ppo.telemetry.display import ProgressDisplay
-from megatron_ppo.telemetry.gates import all_passed, evaluate, gate_table, parse_gates, results_as_json
+from megatron_ppo.telemetry.gate_check import print_results
+from megatron_ppo.telemetry.gates import all_passed, evaluate, parse_gates, results_as_json
 from megatron_ppo.telemetry.metrics import NullTelemetry, Telemetry
 from megatron_ppo.telemetry.process_log import redirect_process_output
 from megatron_ppo.telemetry.run_dir import OpenRun, RunDirectory, open_run, write_json_atomically
@@ -173,7 +173,7 @@ class _Job:
                 higher_is_better=config.checkpoint.higher_is_better,
                 identity=self._identity(),
                 load_replay_buffer=config.checkpoint.load_replay_buffer,
-                models=models,
+                models=models.store(),
                 replay=actors.snapshots() if actors else None,
                 version_at=derived.schedule.version_at,
                 on_rank_zero=rank_zero.run,
@@ -389,7 +389,7 @@ class _Job:
         )
         write_json_atomically(self.directory.gates_path, results_as_json(results))
         if results:
-            Console(file=self.terminal).print(gate_table(results))
+            print_results(results, self.terminal)
         passed = all_passed(results)
         self._say(f"finished; {'all' if passed else 'NOT all'} of {len(results)} gates passed: {self.directory.path}")
         return passed

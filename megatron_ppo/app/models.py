@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from megatron_ppo.config.model_sections import SchedulerSection, TrainedModelSec
 from megatron_ppo.config.schema import RunConfig
 from megatron_ppo.config.targets import build, resolve
 
-from megatron_ppo.mcore.checkpoint import load_models, save_models
+from megatron_ppo.mcore.checkpoint import ModelCheckpoints
 from megatron_ppo.mcore.critic import MegatronCritic
 from megatron_ppo.mcore.parallel import ParallelContext
 from megatron_ppo.mcore.policy import MegatronPolicy
@@ -21,21 +20,14 @@ from megatron_ppo.mcore.settings import OptimizerSettings, SchedulerSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Models:
-    """The trained models of this rank; also the store that saves and loads both."""
+    """The trained models of this rank."""
 
     policy: MegatronPolicy
     critic: MegatronCritic
 
-    def save(self, folder: Path) -> None:
-        """Write both, with optimizers and schedulers, into the existing `folder`. Collective."""
-        save_models(folder, self._by_name())
-
-    def load(self, folder: Path) -> None:
-        """Restore both in place. Collective. Raises: CheckpointError."""
-        load_models(folder, self._by_name())
-
-    def _by_name(self) -> Mapping[str, MegatronPolicy | MegatronCritic]:
-        return {"policy": self.policy, "critic": self.critic}
+    def store(self) -> ModelCheckpoints:
+        """Saves and loads both, with optimizers and schedulers."""
+        return ModelCheckpoints({"policy": self.policy, "critic": self.critic})
 
 
 def build_models(

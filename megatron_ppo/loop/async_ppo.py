@@ -125,10 +125,10 @@ def train(run: LoopSettings, schedule: AsyncSchedule, parts: Parts) -> int:
         if run.validation_due(step):
             with log.timed("idle/validation"):
                 log.add(parts.validator.run(step=step))
-        if run.checkpoint_due(step):
-            with log.timed("checkpointing"):
-                parts.checkpoints.save(step=step, metrics=log.values)
+        # Before the save: a run that is killed in between repeats the step, one that is killed after has its row.
         log.flush()
+        if run.checkpoint_due(step):
+            parts.checkpoints.save(step=step, metrics=log.values)
     return step
 
 

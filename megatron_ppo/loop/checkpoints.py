@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -104,6 +105,7 @@ class RunCheckpoints:
 
     def save(self, *, step: int, metrics: Metrics) -> None:
         """Save after `step` completed steps."""
+        started = time.monotonic()
         temporary, final = self._folder / f"tmp_step_{step}", self._folder / f"step_{step}"
         self._on_rank_zero(f"start of checkpoint {step}", lambda: _fresh_folder(temporary))
         # The learner is here, so nothing is trained between the snapshot and the weights; groups that land
@@ -111,6 +113,7 @@ class RunCheckpoints:
         self._on_rank_zero(f"snapshot of checkpoint {step}", lambda: self._write_side_files(temporary, step, metrics))
         self._models.save(temporary)
         self._on_rank_zero(f"publication of checkpoint {step}", lambda: self._publish(temporary, final))
+        logger.info("saved %s in %.1f s", final, time.monotonic() - started)
 
     def _newest_complete(self) -> str | None:
         if not self._resume:
