@@ -82,7 +82,7 @@ class Collector:
         self._changed = asyncio.Condition()
         self._paused = False
         self._stopping = False
-        self._reserving = False
+        self._dispatching = False
         self._finished = False
         self._started = False
         self._failure: PartDiedError | None = None
@@ -115,7 +115,7 @@ class Collector:
     async def pause(self, *, timeout_s: float) -> None:
         """Dispatch nothing until `resume`; returns when nothing can be dispatched. Running rollouts go on."""
         self._paused = True
-        await self._wait_for(lambda: not self._reserving, timeout_s, "the collector to pause")
+        await self._wait_for(lambda: not self._dispatching, timeout_s, "the collector to pause")
 
     async def resume(self) -> None:
         """Dispatch again."""
@@ -142,28 +142,27 @@ class Collector:
         while not self._must_end():
             async with self._changed:
                 await self._changed.wait_for(lambda: self._may_dispatch() or self._must_end())
-            if self._must_end():
-                return
-            reservations = await self._reserve()
-            if self._must_end():
-                for reservation in reservations:
-                    await self._replay.release(reservation, reason="the collector stopped")
-                return
-            for reservation in reservations:
-                self._start(reservation)
+            if not self._must_end():
+                await self._dispatch()
 
-    async def _reserve(self) -> list[Reservation]:
-        start = time.monotonic()
-        self._reserving = True
+    async def _dispatch(self) -> None:
+        """Reserve what is free and start it; `_dispatching` covers both, so `pause` sees no gap between."""
+        self._dispatching = True
         try:
+            start = time.monotonic()
             reservations = await self._replay.reserve(
                 limit=self._max_concurrent_groups - len(self._tasks), timeout_s=self._reserve_timeout_s
             )
+            if not reservations:
+                self._recorder.add(window_wait_s=time.monotonic() - start)
+            for reservation in reservations:
+                if self._must_end():
+                    await self._replay.release(reservation, reason="the collector stopped")
+                else:
+                    self._start(reservation)
         finally:
-            self._reserving = False
-            self._recorder.add(window_wait_s=time.monotonic() - start)
+            self._dispatching = False
             await self._notify()
-        return reservations
 
     def _start(self, reservation: Reservation) -> None:
         name = f"ordinal {reservation.ordinal} for step {reservation.target_step}"

@@ -1,0 +1,109 @@
+"""Routing over replicas, seeds, and the collector's time-keeping."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ppo.collector.router import ReplicaRouter
+from megatron_ppo.collector.seeds import sample_seed
+from megatron_ppo.collector.stats import StatsRecorder
+from megatron_ppo.protocol.errors import GenerationError
+from megatron_ppo.protocol.trajectory import SamplingSettings
+from megatron_ppo.testing.fakes import FakeEngine, prompt_ids
+
+SEEDS_OF_RUN_42 = [4609882205794134092, 1539417076882243527]
+SAMPLING = SamplingSettings(max_new_tokens=4)
+
+
+async def request(router: ReplicaRouter, ordinal: int, samples: int = 1) -> None:
+    seeds = [sample_seed(0, ordinal, i) for i in range(samples)]
+    await router.generate(prompt_ids(ordinal), seeds=seeds, sampling=SAMPLING, deadline_s=30.0)
+
+
+def test_requests_go_to_the_replica_with_the_fewest_running_sequences() -> None:
+    async def scenario() -> None:
+        engines = [FakeEngine(), FakeEngine(), FakeEngine()]
+        for engine in engines:
+            engine.hanging.update(tuple(prompt_ids(ordinal)) for ordinal in range(9))
+        router = ReplicaRouter(engines)
+        tasks = [
+            asyncio.create_task(request(router, ordinal, samples=s))
+            for ordinal, s in enumerate((5, 1, 2, 1, 1))
+        ]
+        await asyncio.sleep(0)
+        assert router.load == (5, 2, 3)  # the last one: 2 and 2 are equal, the third was idle longer
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert router.load == (0, 0, 0)  # also after cancellation
+
+    asyncio.run(scenario())
+
+
+def test_light_load_is_spread_over_all_replicas() -> None:
+    async def scenario() -> None:
+        engines = [FakeEngine(), FakeEngine()]
+        router = ReplicaRouter(engines)
+        for ordinal in range(6):
+            await request(router, ordinal)
+        assert [len(engine.requests) for engine in engines] == [3, 3]
+
+    asyncio.run(scenario())
+
+
+def test_a_failed_request_frees_its_load() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        engine.fail_next(1)
+        router = ReplicaRouter([engine])
+        with pytest.raises(GenerationError):
+            await request(router, 0)
+        assert router.load == (0,)
+
+    asyncio.run(scenario())
+
+
+def test_a_router_needs_a_replica() -> None:
+    with pytest.raises(ValueError, match="at least one engine replica"):
+        ReplicaRouter([])
+
+
+@given(st.integers(0, 2**64), st.integers(0, 2**40), st.integers(0, 1000))
+def test_seeds_fit_into_63_bits_and_depend_on_every_part(run_seed: int, ordinal: int, sample: int) -> None:
+    seed = sample_seed(run_seed, ordinal, sample)
+    assert 0 <= seed < 2**63
+    assert seed == sample_seed(run_seed, ordinal, sample)
+    neighbours = {
+        sample_seed(run_seed + 1, ordinal, sample),
+        sample_seed(run_seed, ordinal + 1, sample),
+        sample_seed(run_seed, ordinal, sample + 1),
+    }
+    assert seed not in neighbours and len(neighbours) == 3
+
+
+def test_seeds_are_the_same_in_every_process_and_version() -> None:
+    """Fixed numbers: a resumed run must draw what the first one drew."""
+    assert [sample_seed(42, 0, 0), sample_seed(42, 7, 3)] == SEEDS_OF_RUN_42
+
+
+def test_busy_time_is_the_union_of_overlapping_rollouts() -> None:
+    async def scenario() -> None:
+        recorder = StatsRecorder()
+
+        async def rollout(delay_s: float) -> None:
+            await asyncio.sleep(delay_s)
+            with recorder.generating():
+                await asyncio.sleep(0.1)
+
+        await asyncio.gather(rollout(0.0), rollout(0.05))
+        await rollout(0.1)  # 0.1 s idle in between does not count
+        stats = recorder.snapshot(in_flight=0)
+        assert stats.generation_group_s >= 0.3
+        # Union: 0.15 + 0.1; sleeping may be late by any amount, so only the order of the sums is exact.
+        assert 0.25 <= stats.generation_busy_s < stats.generation_group_s
+
+    asyncio.run(scenario())
