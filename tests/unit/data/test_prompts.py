@@ -6,13 +6,15 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ppo.data.prompts import ShuffledPrompts
 from megatron_ppo.data.task import TaskExample
 from megatron_ppo.protocol.trajectory import token_array
 
+# A shared machine pauses a process for longer than Hypothesis' 200 ms.
+no_deadline = settings(deadline=None)
 seeds = st.integers(0, 2**32)
 sizes = st.integers(1, 40)
 
@@ -25,6 +27,7 @@ def texts_of_epoch(stream: ShuffledPrompts, epoch: int) -> list[str]:
     return [stream.prompt_at(epoch * len(stream) + position).text for position in range(len(stream))]
 
 
+@no_deadline
 @given(count=sizes, seed=seeds, ordinals=st.lists(st.integers(0, 500), min_size=1, max_size=20))
 def test_an_ordinal_is_the_same_prompt_whatever_was_asked_before(
     count: int, seed: int, ordinals: list[int]
@@ -37,6 +40,7 @@ def test_an_ordinal_is_the_same_prompt_whatever_was_asked_before(
         assert seen[ordinal].ordinal == ordinal
 
 
+@no_deadline
 @given(count=sizes, seed=seeds, epoch=st.integers(0, 1000))
 def test_every_epoch_contains_every_example_once(count: int, seed: int, epoch: int) -> None:
     stream = ShuffledPrompts(examples=examples(count), seed=seed)
@@ -44,6 +48,7 @@ def test_every_epoch_contains_every_example_once(count: int, seed: int, epoch: i
     assert stream.epoch_of(epoch * count) == stream.epoch_of((epoch + 1) * count - 1) == epoch
 
 
+@no_deadline
 @given(seed=seeds, epoch=st.integers(0, 100))
 def test_epochs_and_seeds_differ_in_order(seed: int, epoch: int) -> None:
     # Two of 60! orders coincide with a probability of 1e-82.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -18,6 +18,8 @@ from megatron_ppo.rewards.chunk_match import ChunkMatch
 from megatron_ppo.rewards.exact_match import ExactMatch
 from megatron_ppo.rewards.final_number import FinalNumber
 
+# A shared machine pauses a process for longer than Hypothesis' 200 ms.
+no_deadline = settings(deadline=None)
 responses = st.lists(st.integers(0, 63), min_size=1, max_size=40)
 
 
@@ -43,6 +45,7 @@ def test_exact_match_wants_the_answer_and_eos_and_nothing_else(response: list[in
     assert ExactMatch()(prompt(), response) == expected
 
 
+@no_deadline
 @given(responses)
 def test_exact_match_is_total(response: list[int]) -> None:
     assert ExactMatch()(prompt(), response) == float(response == [4, 6, 8, 2])
@@ -69,6 +72,7 @@ def test_chunk_match_is_the_share_of_right_items(response: list[int], expected: 
     assert ChunkMatch(chunk_tokens=5)(prompt(**LONG), response) == pytest.approx(expected, abs=1e-12)
 
 
+@no_deadline
 @given(responses, st.integers(1, 9))
 def test_chunk_match_is_total_and_full_only_for_the_exact_answer(response: list[int], width: int) -> None:
     reward = ChunkMatch(chunk_tokens=width)(prompt(**LONG), response)
@@ -143,6 +147,7 @@ def test_digits_of_another_script_are_no_number(byte_tokenizer: tuple[str, Token
     assert FinalNumber(tokenizer_dir=folder, eos_token_id=256)(question, tokenizer.encode(" ٤\n").ids) == 0.0
 
 
+@no_deadline
 @given(response=st.lists(st.integers(0, 256), min_size=1, max_size=12))
 def test_final_number_is_total(byte_tokenizer: tuple[str, Tokenizer], response: list[int]) -> None:
     question = Prompt(ordinal=3, token_ids=token_array([1]), text="2 + 2 =", answer="4")
