@@ -68,6 +68,8 @@ def test_packages_that_import_nothing_pass(empty_package: Path) -> None:
         ("protocol", "import megatron_ppo.config"),
         ("config", "import torch"),
         ("data", "import megatron_ppo.loop"),
+        ("numerics", "import megatron_ppo.telemetry"),
+        ("rewards", "import megatron_ppo.testing"),
         ("collector", "import megatron_ppo.replay"),
         ("replay", "import ray"),
         ("loop", "import vllm"),
