@@ -13,7 +13,6 @@ from megatron_ppo.collector.collector import Collector
 from megatron_ppo.collector.router import ReplicaRouter
 from megatron_ppo.collector.stats import CollectorStats
 from megatron_ppo.protocol.ports import RolloutEngine
-from megatron_ppo.protocol.ports import RolloutEngine
 from megatron_ppo.ray_actors.replay_client import RayReplayClient
 from megatron_ppo.telemetry.process_log import redirect_process_output
 
