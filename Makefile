@@ -68,7 +68,8 @@ $(STAMP):
 
 .PHONY: train
 train: setup ## set up, then train: EXPERIMENT (megatron_40step), NPROC (1), ARGS for overrides
-	$(TORCHRUN) scripts/train_async_ppo.py +experiment=$(EXPERIMENT) $(ARGS)
+	@echo "torchrun --nproc-per-node=$(NPROC) scripts/train_async_ppo.py +experiment=$(EXPERIMENT) $(ARGS)"
+	@$(TORCHRUN) scripts/train_async_ppo.py +experiment=$(EXPERIMENT) $(ARGS)
 
 .PHONY: train-smollm2
 train-smollm2: ## the same with SmolLM2-135M-Instruct on chain_sum, 3 steps
