@@ -90,14 +90,14 @@ def _schema_problem(detail: Mapping[str, Any], values: Mapping[str, Any]) -> str
         return f"{key}: unknown key (value {seen!r}){suggestion(key)}"
     if kind == "missing":
         return f"{key}: must be set, it has no default"
-    if kind == "union_tag_invalid":
+    if kind.startswith("union_tag"):
         context = detail["ctx"]
-        name = str(context["discriminator"]).strip("'")
-        shown = "_target_" if name == "target" else name
-        return f"{key}.{shown}: got {context['tag']!r}; allowed: {context['expected_tags']}"
-    if kind == "union_tag_not_found":
-        name = str(detail["ctx"]["discriminator"]).strip("'")
-        return f"{key}.{'_target_' if name == 'target' else name}: must be set, it has no default"
+        choice = (
+            f"{key}.{'_target_' if 'target' in context['discriminator'] else context['discriminator'][1:-1]}"
+        )
+        if kind == "union_tag_not_found":
+            return f"{choice}: must be set, it has no default"
+        return f"{choice}: got {context['tag']!r}; allowed: {context['expected_tags']}"
     if kind == "literal_error":
         return f"{key}: got {seen!r}; allowed: {detail['ctx']['expected']}"
     if kind == "value_error":

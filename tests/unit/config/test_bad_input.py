@@ -1,0 +1,329 @@
+"""Every kind of bad input ends in one message with the key, the value seen and the value allowed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from composed import changed
+
+from megatron_ppo.config.checks import derive
+from megatron_ppo.config.compose import compose_values, load
+from megatron_ppo.protocol.errors import ConfigError
+
+QWEN2: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 64,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+}
+
+
+def refusal(changes: dict[str, Any], world_size: int = 1) -> str:
+    """The message that a configuration with these changes is refused with."""
+    with pytest.raises(ConfigError) as caught:
+        derive(changed(changes), world_size)
+    return str(caught.value)
+
+
+def composition_refusal(*words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(words)
+    return str(caught.value)
+
+
+BAD_VALUES: list[tuple[dict[str, Any], list[str]]] = [
+    ({"schedule.max_trajectory_age_steps": -1}, ["schedule.max_trajectory_age_steps", "-1", ">= 0"]),
+    (
+        {"schedule.max_trajectory_age_steps": 3, "schedule.warmup_generation_lead_steps": 2},
+        ["schedule.warmup_generation_lead_steps", "got 2", ">= 3"],
+    ),
+    (
+        {"schedule.policy_training_start_step": 0},
+        ["schedule.warmup_generation_lead_steps=2", "policy_training_start_step > 0", "got 0"],
+    ),
+    (
+        {"schedule.warmup_max_trajectory_age_steps": 3},
+        ["schedule", "warmup_generation_lead_steps=2", "warmup_max_trajectory_age_steps=3", "same value"],
+    ),
+    (
+        {"schedule.policy_training_start_step": 4},
+        ["schedule.policy_training_start_step", "got 4", "< run.max_num_steps=4"],
+    ),
+    (
+        {
+            "loss.use_importance_sampling_correction": False,
+            "loss.truncated_importance_sampling_type": None,
+            "loss.truncated_importance_sampling_ratio": None,
+        },
+        [
+            "loss.use_importance_sampling_correction",
+            "got False",
+            "must be true",
+            "max_trajectory_age_steps=1",
+        ],
+    ),
+    ({"loss.force_on_policy_ratio": True}, ["loss.force_on_policy_ratio", "got True", "must be false"]),
+    ({"inference.colocated": True}, ["inference.colocated", "got True", "must be false"]),
+    ({"inference.backend": "sglang"}, ["inference.backend", "'sglang'", "allowed: 'vllm'"]),
+    ({"inference.asynchronous": False}, ["inference.asynchronous", "got False", "must be true"]),
+    ({"inference.kv_cache_dtype": "fp8"}, ["inference.kv_cache_dtype", "'fp8'", "'auto'"]),
+    ({"algorithm.ppo_epochs": 0}, ["algorithm.ppo_epochs", "got 0", "greater than or equal to 1"]),
+    (
+        {"algorithm.train_global_batch_size": 7},
+        ["algorithm.train_global_batch_size", "got 7", "divide", "16"],
+    ),
+    (
+        {"inference.max_new_tokens": 249},
+        ["max_prompt_tokens", "inference.max_new_tokens", "257", "<= 256", "policy.model"],
+    ),
+    ({"validation.max_new_tokens": 300}, ["validation.max_new_tokens", "308", "<= 256"]),
+    ({"inference.max_model_len": 300}, ["inference.max_model_len", "got 300", "<= 256"]),
+    ({"inference.max_model_len": 10}, ["inference.max_new_tokens", "16", "<= 10", "inference.max_model_len"]),
+    ({"inference.top_p": 0.9}, ["inference.top_p", "got 0.9", "must be 1.0", "importance weights"]),
+    ({"inference.top_k": 5}, ["inference.top_k", "got 5", "must be 0"]),
+    ({"inference.temperature": 0.0}, ["inference.temperature", "got 0.0", "greater than 0"]),
+    (
+        {
+            "algorithm.skip_reference_policy_logprobs_calculation": True,
+            "loss.reference_policy_kl_penalty": 0.1,
+        },
+        [
+            "algorithm.skip_reference_policy_logprobs_calculation",
+            "got True",
+            "reference_policy_kl_penalty=0.1",
+        ],
+    ),
+    (
+        {"policy.model.path": "/nowhere/model", "policy.model.recipe": None},
+        ["policy.model.path", "/nowhere/model", "folder"],
+    ),
+    ({"policy.model.path": "/nowhere/model"}, ["policy.model", "exactly one", "got both"]),
+    ({"policy.model.recipe": None}, ["policy.model", "exactly one", "got neither"]),
+    ({"policy.model.recipe.num_heads": 3}, ["num_heads", "64"]),
+    (
+        {"policy.model.recipe._target_": "a.b.C"},
+        ["policy.model.recipe._target_", "'a.b.C'", "allowed", "WarmStartRecipe"],
+    ),
+    ({"data.task": "sort"}, ["data.task", "'sort'", "allowed", "sort3_5"]),
+    ({"advantage._target_": "a.GAE"}, ["advantage._target_", "'a.GAE'", "megatron_ppo.loop.advantage.GAE"]),
+    ({"run.max_num_epochs": 3}, ["run.max_num_epochs", "got 3", "-1"]),
+    ({"run.resume": "/nowhere/run"}, ["run.resume", "/nowhere/run", "auto", "never"]),
+    ({"run.name": "a/b"}, ["run.name", "'a/b'", "pattern"]),
+    ({"critic.optimizer.min_lr": 1.0}, ["critic.optimizer.min_lr", "1.0", "lr=0.001"]),
+    (
+        {"policy.scheduler.lr_warmup_steps": 6},
+        ["policy.scheduler.lr_warmup_steps", "got 6", "lr_decay_steps=6"],
+    ),
+    ({"loss.ratio_clip_c": 0.5}, ["loss.ratio_clip_c", "0.5", "> 1"]),
+    ({"value_loss.cliprange": -1.0}, ["value_loss.cliprange", "-1.0", "> 0"]),
+    ({"inference.engine": {"model": "x"}}, ["inference.engine.model", "policy.model"]),
+    ({"inference.engine": {"pipeline_parallel_size": 2}}, ["inference.engine.pipeline_parallel_size", "1"]),
+    ({"checkpoint.metric": "accuracy"}, ["checkpoint.metric", "'accuracy'", "(train|validation)/"]),
+    ({"gates.g": {"metric": "m", "op": "~", "value": 1}}, ["gates.g.op", "'~'", "'<='"]),
+    (
+        {"gates.g": {"metric": "m", "op": "<", "value": 1, "steps": [5, 2]}},
+        ["gates.g", "[5, 2]", "first <= last"],
+    ),
+    ({"chaos.enabled": True}, ["chaos.enabled", "True", "False"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "fragments"), BAD_VALUES, ids=[str(changes) for changes, _ in BAD_VALUES]
+)
+def test_bad_value_is_refused_with_key_value_and_what_is_allowed(
+    changes: dict[str, Any], fragments: list[str]
+) -> None:
+    message = refusal(changes)
+    assert [fragment for fragment in fragments if fragment not in message] == []
+
+
+BAD_LAYOUTS: list[tuple[dict[str, Any], int, list[str]]] = [
+    (
+        {"policy.parallelism.tensor_model_parallel_size": 2},
+        3,
+        ["policy.parallelism", "2 ranks", "3, the world size"],
+    ),
+    ({"critic.parallelism.data_parallel_size": 2}, 1, ["critic.parallelism", "2 ranks", "1, the world size"]),
+    (
+        {"policy.parallelism.tensor_model_parallel_size": 4},
+        4,
+        ["tensor_model_parallel_size", "got 4", "heads 2"],
+    ),
+    (
+        {"policy.parallelism.pipeline_model_parallel_size": 4},
+        4,
+        ["pipeline_model_parallel_size", "got 4", "2 layers"],
+    ),
+    ({"policy.parallelism.sequence_parallel": True}, 1, ["sequence_parallel", "got True", "> 1"]),
+    (
+        {"policy.parallelism.context_parallel_size": 2},
+        2,
+        ["context_parallel_size", "got 2", "not supported yet"],
+    ),
+    (
+        {"critic.parallelism.expert_model_parallel_size": 2},
+        2,
+        ["expert_model_parallel_size", "got 2", "not supported yet"],
+    ),
+    (
+        {"policy.parallelism.virtual_pipeline_model_parallel_size": 2},
+        1,
+        ["virtual_pipeline_model_parallel_size", "got 2", "not supported yet"],
+    ),
+    (
+        {
+            "policy.parallelism.tensor_model_parallel_size": 1,
+            "algorithm.num_prompts_per_step": 3,
+            "algorithm.num_generations_per_prompt": 3,
+            "algorithm.train_global_batch_size": 9,
+        },
+        2,
+        ["num_prompts_per_step * num_generations_per_prompt = 9", "policy's data-parallel size", "got 2"],
+    ),
+    (
+        {"critic.parallelism.tensor_model_parallel_size": 1, "algorithm.train_global_batch_size": 1},
+        2,
+        ["algorithm.train_global_batch_size", "got 1", "critic's data-parallel size 2"],
+    ),
+    ({"cluster.world_size": 4}, 2, ["cluster.world_size", "got 4", "2"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "fragments"), BAD_LAYOUTS, ids=[str(case[0]) for case in BAD_LAYOUTS]
+)
+def test_layout_that_does_not_fit_is_refused(
+    changes: dict[str, Any], ranks: int, fragments: list[str]
+) -> None:
+    message = refusal(changes, ranks)
+    assert [fragment for fragment in fragments if fragment not in message] == []
+
+
+@pytest.mark.parametrize("value", ["", "two", "0", "-2"])
+def test_world_size_of_the_environment_must_be_a_number(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", value)
+    with pytest.raises(ConfigError, match="WORLD_SIZE in the environment"):
+        derive(changed({}))
+
+
+def test_all_problems_are_reported_together() -> None:
+    message = refusal({"inference.top_p": 0.5, "inference.top_k": 3, "run.max_num_epochs": 2})
+    assert message.startswith("bad configuration, 3 problems:")
+    assert message.count("\n") == 3
+
+
+def test_all_findings_of_the_schema_are_reported_together() -> None:
+    message = refusal({"algorithm.ppo_epochs": 0, "policy.optimizer.lr": -1.0, "run.max_num_steps": 0})
+    assert message.startswith("bad configuration, 3 problems:")
+
+
+MISSPELT = [
+    ("schedule.max_trajectory_age_step=1", "did you mean schedule.max_trajectory_age_steps?"),
+    ("shedule.max_trajectory_age_steps=1", "did you mean schedule.max_trajectory_age_steps?"),
+    ("algorithm.gae_lambda=1", "did you mean advantage.gae_lambda?"),
+    ("+schedule.max_age=1", "schedule has: max_trajectory_age_steps"),
+    ("+policy.optimizer.learning_rate=1", "policy.optimizer has: lr"),
+    ("+policy.model.recipe.sft_step=3", "did you mean policy.model.recipe.sft_steps?"),
+    ("+experiment=cpu_smok", "did you mean cpu_smoke?"),
+    ("experiment=cpu_smoke", "write +experiment=cpu_smoke"),
+    ("data=sort", "available: chain_sum, count_long, sort3_5"),
+    ("loss=[", "loss=["),
+]
+
+
+@pytest.mark.parametrize(("word", "fragment"), MISSPELT)
+def test_misspelt_key_is_refused_with_a_suggestion(word: str, fragment: str) -> None:
+    message = composition_refusal(*(["+experiment=cpu_smoke"] if "experiment" not in word else []), word)
+    assert message.startswith("bad configuration: ")
+    if fragment != "loss=[":
+        assert fragment in message
+    assert "\n" not in message
+
+
+def test_misspelt_key_inside_a_gate_is_named_by_its_full_path() -> None:
+    message = refusal({"gates.g": {"metric": "m", "op": "<", "value": 1, "step": [1, 2]}})
+    assert "gates.g.step: unknown key" in message
+
+
+def test_choosing_nothing_says_what_there_is() -> None:
+    assert "data: must be chosen; available: chain_sum, count_long, sort3_5" in composition_refusal()
+
+
+def test_every_mandatory_key_is_named_when_none_is_set() -> None:
+    message = composition_refusal("data=sort3_5", "model@policy.model=sort3_5_tiny")
+    for key in ("run.name", "run.max_num_steps", "inference.max_new_tokens"):
+        assert f"{key}: must be set" in message
+
+
+def _folder(path: Path, **changes: Any) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({**QWEN2, **changes}))
+    (path / "model.safetensors").write_bytes(b"")
+    return path
+
+
+def _use(folder: Path) -> dict[str, Any]:
+    return {"policy.model.path": str(folder), "policy.model.recipe": None}
+
+
+def test_model_folder_gives_sizes_and_context(tmp_path: Path) -> None:
+    derived = derive(changed(_use(_folder(tmp_path / "m"))), 4)
+    assert str(derived.policy) == "tp=2 pp=1 cp=1 dp=2"
+    assert derived.policy_model.context_length == 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "fragments"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
+        ({"max_position_embeddings": 12}, ["<= 12", "policy.model"]),
+        ({"vocab_size": None}, ["vocab_size"]),
+    ],
+)
+def test_model_that_cannot_be_used_is_refused(
+    tmp_path: Path, changes: dict[str, Any], fragments: list[str]
+) -> None:
+    message = refusal(_use(_folder(tmp_path / "m", **changes)))
+    assert [fragment for fragment in fragments if fragment not in message] == []
+
+
+def test_model_folder_without_config_or_weights_is_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "safetensors" in refusal(_use(empty))
+    (empty / "model.safetensors").write_bytes(b"")
+    assert "config.json" in refusal(_use(empty))
+    (empty / "config.json").write_text("{")
+    assert "JSON" in refusal(_use(empty))
+
+
+def test_critic_with_a_smaller_vocabulary_is_refused(tmp_path: Path) -> None:
+    folder = _folder(tmp_path / "m", vocab_size=40)
+    message = refusal({"critic.model.path": str(folder)})
+    assert "critic.model" in message
+    assert "40" in message
+    assert "64" in message
+
+
+def test_directory_of_another_experiment_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    message = refusal({"run.dir": str(tmp_path)})
+    assert str(tmp_path) in message
+    assert "empty" in message
+
+
+def test_composition_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    compose_values(["+experiment=cpu_smoke"])
+    assert list(tmp_path.iterdir()) == []
