@@ -1,0 +1,268 @@
+"""A vLLM engine, a sender and Hugging Face models as the oracle, wired like a run but without a trainer.
+
+The engine's core is a thread, so one process imports vLLM once for the whole module of tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from megatron_ppo.inference.engine import VllmEngine
+from megatron_ppo.protocol.trajectory import Completion, SamplingSettings
+from megatron_ppo.protocol.weights import RefitGroupSpec, TensorMeta, WeightManifest
+from megatron_ppo.refit.broadcast import BroadcastRefit
+from megatron_ppo.transport.broadcast_group import BroadcastStore
+from megatron_ppo.transport.buckets import tensor_meta
+
+T = TypeVar("T")
+
+VOCABULARY = 300
+MAX_MODEL_LEN = 512
+# Small enough that the model needs several buckets, so a broken transfer can break half-way.
+BUCKET_BYTES = 200_000
+TIMEOUT_S = 60.0
+TOLERANCE_NATS = 1e-4
+"""fp32 on both sides, other reduction orders: 1e-6 to 1e-5 is typical; wrong weights differ by 1e-1."""
+
+
+def tiny_model(seed: int, *, tied: bool) -> Qwen2ForCausalLM:
+    """Random weights. Head size 32 is the smallest that vLLM's CPU attention takes."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_MODEL_LEN,
+        tie_word_embeddings=tied,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return Qwen2ForCausalLM(config).eval()
+
+
+def hf_logprobs(model: Qwen2ForCausalLM, tokens: Sequence[int], *, temperature: float = 1.0) -> list[float]:
+    """Nats of every token after the first."""
+    with torch.no_grad():
+        logits = model(torch.tensor([list(tokens)])).logits[0].float() / temperature
+    logprobs = logits.log_softmax(-1)[:-1]
+    return logprobs.gather(1, torch.tensor(list(tokens[1:]))[:, None])[:, 0].tolist()
+
+
+def worst_difference(
+    model: Qwen2ForCausalLM, prompt: Sequence[int], completion: Completion, version: int
+) -> float:
+    """Largest |engine - model| in nats over the response tokens that `version` sampled."""
+    expected = hf_logprobs(model, [*prompt, *completion.token_ids])[len(prompt) - 1 :]
+    return max(
+        abs(completion.logprobs[t] - expected[t])
+        for span in completion.spans
+        if span.version == version
+        for t in range(span.start, span.end)
+    )
+
+
+class HfSource:
+    """A transformers model as `loop.ports.WeightSource`."""
+
+    def __init__(self, model: Qwen2ForCausalLM) -> None:
+        self._model = model
+
+    def _items(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._model.state_dict().items():
+            if not (self._model.config.tie_word_embeddings and name == "lm_head.weight"):
+                yield name, tensor
+
+    def weight_metadata(self) -> tuple[TensorMeta, ...]:
+        """See the port."""
+        return tuple(tensor_meta(name, tensor) for name, tensor in self._items())
+
+    def full_weights(self) -> Iterator[Tensor]:
+        """See the port."""
+        for _, tensor in self._items():
+            yield tensor
+
+
+class LoopThread:
+    """An event loop in a thread of its own, as the engine has one in its actor."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engine-loop", daemon=True)
+        self._thread.start()
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run it beside the caller."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float = TIMEOUT_S) -> T:
+        """Run it and wait."""
+        return self.start(coroutine).result(timeout_s)
+
+    def close(self) -> None:
+        """Stop the loop."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=10)
+
+
+class LocalCalls:
+    """`refit.fleet.PendingCalls` over one future."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def raise_if_failed(self) -> None:
+        """See the port."""
+        if self._future.done():
+            self._future.result()
+
+    def wait(self, *, timeout_s: float) -> None:
+        """See the port."""
+        self._future.result(timeout_s)
+
+
+class LocalFleet:
+    """`refit.fleet.EngineFleet` over one engine of this process.
+
+    `tell` lets a test hand the engine another manifest than the sender has.
+    """
+
+    def __init__(self, engine: VllmEngine, loop: LoopThread) -> None:
+        self._engine = engine
+        self._loop = loop
+        self.tell = lambda manifest: manifest
+
+    @property
+    def num_workers(self) -> int:
+        """See the port."""
+        return 1
+
+    def join_refit_group(self, spec: RefitGroupSpec) -> LocalCalls:
+        """See the port."""
+        return LocalCalls(self._loop.start(self._engine.join_refit_group(spec)))
+
+    def begin_refit(self, *, mode: Literal["drain", "keep"], timeout_s: float) -> None:
+        """See the port."""
+        self._loop.run(self._engine.begin_refit(mode=mode, timeout_s=timeout_s))
+
+    def receive_weights(self, manifest: WeightManifest) -> LocalCalls:
+        """See the port."""
+        return LocalCalls(self._loop.start(self._engine.receive_weights(self.tell(manifest))))
+
+    def commit_refit(self, *, version: int, recompute_kv: bool, timeout_s: float) -> None:
+        """See the port."""
+        self._loop.run(self._engine.commit_refit(version=version, recompute_kv=recompute_kv))
+
+
+class EngineRig:
+    """An engine that serves `models[0]` as version 0 to begin with; every publish counts up."""
+
+    def __init__(self, engine: VllmEngine, loop: LoopThread, models: Sequence[Qwen2ForCausalLM]) -> None:
+        self.engine = engine
+        self.loop = loop
+        self.models = models
+        self.fleet = LocalFleet(engine, loop)
+        self.version = 0
+
+    @contextmanager
+    def refit(
+        self,
+        source: object,
+        *,
+        in_flight: bool = False,
+        recompute_kv: bool = False,
+        timeout_s: float = TIMEOUT_S,
+    ) -> Iterator[BroadcastRefit]:
+        """A refit over a group of its own."""
+        store = BroadcastStore(timeout_s=timeout_s)
+        refit = BroadcastRefit(
+            source=source,
+            sink=self.fleet,
+            store=store,
+            bucket_bytes=BUCKET_BYTES,
+            in_flight=in_flight,
+            recompute_kv=recompute_kv,
+            timeout_s=timeout_s,
+        )
+        try:
+            yield refit
+        finally:
+            refit.close()
+
+    def publish(self, model: Qwen2ForCausalLM, *, in_flight: bool = False, recompute_kv: bool = False) -> int:
+        """Make the engine serve `model`; returns the new version."""
+        self.version += 1
+        with self.refit(HfSource(model), in_flight=in_flight, recompute_kv=recompute_kv) as refit:
+            refit.push(version=self.version)
+        return self.version
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        *,
+        seeds: Sequence[int] = (1,),
+        max_new_tokens: int = 20,
+        temperature: float = 1.0,
+        deadline_s: float = TIMEOUT_S,
+    ) -> list[Completion]:
+        """Completions of one prompt."""
+        return self.begin(
+            prompt, seeds=seeds, max_new_tokens=max_new_tokens, temperature=temperature, deadline_s=deadline_s
+        ).result(2 * TIMEOUT_S)
+
+    def begin(
+        self,
+        prompt: Sequence[int],
+        *,
+        seeds: Sequence[int] = (1,),
+        max_new_tokens: int = 20,
+        temperature: float = 1.0,
+        deadline_s: float = TIMEOUT_S,
+    ) -> Future[list[Completion]]:
+        """The same, running beside the caller."""
+        sampling = SamplingSettings(max_new_tokens=max_new_tokens, temperature=temperature)
+        return self.loop.start(
+            self.engine.generate(prompt, seeds=seeds, sampling=sampling, deadline_s=deadline_s)
+        )
+
+
+@contextmanager
+def running_rig(folder: Path, *, tied: bool, max_num_seqs: int = 8) -> Iterator[EngineRig]:
+    """A rig with two models of the same shape."""
+    models = [tiny_model(seed, tied=tied) for seed in (1, 2)]
+    models[0].save_pretrained(folder)
+    loop = LoopThread()
+    engine = VllmEngine(
+        model=str(folder),
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=max_num_seqs,
+        engine_core="thread",
+        kv_cache_memory_bytes=64 * 2**20,
+        initial_version=0,
+    )
+    loop.run(engine.start(), timeout_s=240)
+    try:
+        yield EngineRig(engine, loop, models)
+    finally:
+        loop.run(engine.shutdown())
+        loop.close()
+
+
+def finish(futures: Sequence[Future[T]]) -> list[T]:
+    """Results of all, in order."""
+    wait(futures, timeout=2 * TIMEOUT_S)
+    return [future.result(0) for future in futures]
