@@ -46,11 +46,6 @@ def sequence_mean(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return total_B / mask_BT.sum(dim=1).clamp(min=1)
 
 
-def first_index(mask_BT: Tensor) -> Tensor:
-    """int64 [B]; first masked-in position, T for a sequence that has none."""
-    return torch.where(mask_BT.any(dim=1), mask_BT.int().argmax(dim=1), mask_BT.shape[1])
-
-
 def last_index(mask_BT: Tensor) -> Tensor:
     """int64 [B]; last masked-in position. Only meaningful for sequences that have one."""
     return mask_BT.shape[1] - 1 - mask_BT.flip(dims=(1,)).int().argmax(dim=1)
