@@ -8,7 +8,8 @@ from an updated critic, a batch without advantages) raises `CallerError`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -276,6 +277,65 @@ class FakeCheckpoints:
         """See `Checkpoints.save`."""
         self._order.at_boundary("save", step)
         self.saved[step] = dict(metrics)
+
+
+class FakeStepLog:
+    """A `StepLog` that keeps what it is given."""
+
+    def __init__(self, rows: list[dict[str, float]]) -> None:
+        self._rows = rows
+        self._values: dict[str, float] = {}
+        self._running: set[str] = set()
+        self._flushed = False
+
+    @property
+    def values(self) -> Mapping[str, float]:
+        """See `StepLog.values`."""
+        return dict(self._values)
+
+    def add(self, metrics: Mapping[str, float], /) -> None:
+        """See `StepLog.add`."""
+        require(not self._flushed, f"metrics after the step's row was written: {sorted(metrics)}")
+        repeated = sorted(metrics.keys() & self._values.keys())
+        require(not repeated, f"metrics are added twice: {repeated}")
+        self._values.update(metrics)
+
+    @contextmanager
+    def timed(self, name: str, /) -> Iterator[None]:
+        """See `StepLog.timed`."""
+        require(name not in self._running, f"the timer {name} runs already")
+        self._running.add(name)
+        try:
+            yield
+        finally:
+            self._running.remove(name)
+
+    def flush(self) -> None:
+        """See `StepLog.flush`."""
+        require(not self._flushed and not self._running, "a row is written once, outside of every timer")
+        self._flushed = True
+        self._rows.append(self._values)
+
+
+class FakeTelemetry:
+    """A `Telemetry` in memory.
+
+    Attributes:
+        rows: metrics of each flushed step, in order.   before: those of validation before the first step.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.before: list[dict[str, float]] = []
+
+    def step(self, step: int, /) -> FakeStepLog:
+        """See `Telemetry.step`."""
+        return FakeStepLog(self.rows)
+
+    def before_first_step(self) -> FakeStepLog:
+        """See `Telemetry.before_first_step`."""
+        require(not self.rows, "a step was logged already")
+        return FakeStepLog(self.before)
 
 
 def _fake_logprobs(batch: TrainBatch, num_updates: int) -> Tensor:
