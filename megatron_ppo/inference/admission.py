@@ -54,7 +54,7 @@ class AdmissionGate:
             except asyncio.CancelledError:
                 if waiter.done() and not waiter.cancelled():
                     self._leave()  # admitted and cancelled in the same turn of the loop
-                else:
+                elif waiter in self._waiters:  # `_admit` drops cancelled waiters too
                     self._waiters.remove(waiter)
                 raise
         else:
