@@ -66,8 +66,10 @@ $(STAMP):
 	$(call install,.venv,$(PYTHON),3$(comma)11,requirements/cpu-nodeps.txt,PYTHON)
 	@touch $@
 
+# The check comes first by itself: torchrun would add its own traceback to the one message on bad input.
 .PHONY: train
 train: setup ## set up, then train: EXPERIMENT (megatron_40step), NPROC (1), ARGS for overrides
+	@$(BIN)/python scripts/check_config.py +experiment=$(EXPERIMENT) $(ARGS) --world-size $(NPROC)
 	@echo "torchrun --nproc-per-node=$(NPROC) scripts/train_async_ppo.py +experiment=$(EXPERIMENT) $(ARGS)"
 	@$(TORCHRUN) scripts/train_async_ppo.py +experiment=$(EXPERIMENT) $(ARGS)
 
