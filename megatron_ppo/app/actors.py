@@ -96,7 +96,7 @@ def run_actors(
             collector = CollectorActor.remote(
                 engines=engines.clients(),
                 replay=replay,
-                scorer={"_target_": config.reward.target or task.reward.target, **task.reward.kwargs},
+                scorer=config.reward.spec(target=task.reward.target, kwargs=task.reward.kwargs),
                 prompts={
                     "_target_": "megatron_ppo.data.tasks.train_prompts",
                     "stream_seed": config.run.seed,
@@ -143,8 +143,8 @@ def _collector_settings(config: RunConfig, derived: Derived) -> dict[str, Any]:
         "seed": config.run.seed,
         "max_concurrent_groups": derived.max_concurrent_groups,
         "deadline_s": config.inference.request_deadline_s,
-        "max_retries": config.collector.max_retries,
         "max_generation_failures": config.schedule.max_generation_failures,
+        **config.collector.model_dump(exclude={"max_concurrent_groups"}),
     }
 
 

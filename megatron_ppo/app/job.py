@@ -12,7 +12,7 @@ import datetime
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -51,9 +51,11 @@ GENERATION_TIMEOUT_S = 600.0
 """Limit of one validation or probe; the engines' own deadlines are shorter."""
 
 
-def run_job(config: RunConfig, derived: Derived) -> int:
+def run_job(config: RunConfig, derived: Derived, *, alter: Callable[[Parts], Parts] | None = None) -> int:
     """Run one job on this rank.
 
+    Args:
+        alter: replaces parts after they were built; for tests that break one on purpose.
     Returns: 0 when it finished and every gate passed, otherwise 1 after the cause was printed once, by rank 0.
     """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -67,7 +69,7 @@ def run_job(config: RunConfig, derived: Derived) -> int:
             level = logging.getLevelNamesMapping()[config.telemetry.log_level]
             with redirect_process_output(log_path, level=level) as terminal, _terminate_as_exit():
                 job = _Job(config, derived, runtime, rank_zero, control, directory, run, terminal)
-                return job.run()
+                return job.run(alter)
 
 
 @contextlib.contextmanager
@@ -118,13 +120,15 @@ class _Job:
     opened: OpenRun | None
     terminal: TextIO
 
-    def run(self) -> int:
+    def run(self, alter: Callable[[Parts], Parts] | None) -> int:
         self._announce()
         try:
             with self._parts() as (settings, parts):
-                train(settings, self.derived.schedule, parts)
+                train(settings, self.derived.schedule, alter(parts) if alter else parts)
             passed = self.rank_zero.run("the gates", self._judge)
-        except Exception as error:  # the process boundary: the cause goes to the terminal, the trace to the log
+        except (
+            Exception
+        ) as error:  # the process boundary: the cause goes to the terminal, the trace to the log
             logger.exception("the run failed")
             self._say(f"FAILED: {type(error).__name__}: {error}\nlogs: {self.directory.logs_dir}")
             if self.opened is not None:
@@ -194,7 +198,10 @@ class _Job:
 
     def _model_folders(self) -> tuple[Path, Path]:
         config = self.config
-        cache_dir, timeout_s = Path(config.cluster.model_cache_dir).expanduser(), config.cluster.prepare_timeout_s
+        cache_dir, timeout_s = (
+            Path(config.cluster.model_cache_dir).expanduser(),
+            config.cluster.prepare_timeout_s,
+        )
 
         def prepare_both() -> tuple[Path, Path]:
             from megatron_ppo.app.model_folder import model_folder
@@ -202,7 +209,9 @@ class _Job:
             self._say("preparing the initial model (cached after the first time)")
             policy = model_folder(config.policy.model, cache_dir=cache_dir, timeout_s=timeout_s)
             own = config.critic.model.path is not None or config.critic.model.recipe is not None
-            critic = model_folder(config.critic.model, cache_dir=cache_dir, timeout_s=timeout_s) if own else policy
+            critic = (
+                model_folder(config.critic.model, cache_dir=cache_dir, timeout_s=timeout_s) if own else policy
+            )
             return policy, critic
 
         return self.rank_zero.run("the preparation of the initial model", prepare_both)
@@ -313,7 +322,8 @@ class _Job:
 
     def _validator(self, actors: RunActors | None, task: TaskSpec) -> EngineValidator:
         config = self.config
-        scorer = resolve(config.reward.target or task.reward.target)(**task.reward.kwargs)
+        reward = config.reward.spec(target=task.reward.target, kwargs=task.reward.kwargs)
+        scorer = resolve(reward.pop("_target_"))(**reward)
         return EngineValidator(
             engines=actors.engines if actors else None,
             prompts=task.validation_prompts(limit=config.validation.max_samples),
@@ -391,6 +401,7 @@ class _Job:
         if results:
             print_results(results, self.terminal)
         passed = all_passed(results)
-        self._say(f"finished; {'all' if passed else 'NOT all'} of {len(results)} gates passed: {self.directory.path}")
+        self._say(
+            f"finished; {'all' if passed else 'NOT all'} of {len(results)} gates passed: {self.directory.path}"
+        )
         return passed
-

@@ -15,5 +15,7 @@ def model_folder(source: ModelSource, *, cache_dir: Path, timeout_s: float) -> P
     if source.path is not None:
         return Path(source.path).resolve()
     if source.recipe is None:
-        raise ConfigError("policy.model: exactly one of policy.model.path and policy.model.recipe must be set")
+        raise ConfigError(
+            "policy.model: exactly one of policy.model.path and policy.model.recipe must be set"
+        )
     return prepare(build(source.recipe), cache_dir, timeout_s=timeout_s)

@@ -20,6 +20,7 @@ from megatron_ppo.loop.ports import (
     Checkpoints,
     Critic,
     GroupSource,
+    Metrics,
     Policy,
     Refit,
     StepLog,
@@ -142,7 +143,9 @@ def _batch(
         batch = pack_groups(groups, pad_token_id=run.pad_token_id)
         expected = run.num_prompts_per_step * run.num_generations_per_prompt
         if len(batch) != expected:
-            raise GroupMismatchError(f"step {step + 1} took {len(batch)} sequences, expected exactly {expected}")
+            raise GroupMismatchError(
+                f"step {step + 1} took {len(batch)} sequences, expected exactly {expected}"
+            )
         if not batch.reward_B.isfinite().all():
             bad = tuple(batch.ordinal_B[~batch.reward_B.isfinite()].unique().tolist())
             raise NonFiniteError(f"step {step + 1}: a reward is NaN or infinite, prompt ordinals {bad}", bad)
@@ -171,7 +174,8 @@ def _update(
     run: LoopSettings, schedule: AsyncSchedule, parts: Parts, step: int, batch: TrainBatch, log: StepLog
 ) -> None:
     """E epochs: a whole epoch of the critic, then of the policy, because they time-share the device."""
-    critic_metrics, policy_metrics = {}, {}
+    critic_metrics: Metrics = {}
+    policy_metrics: Metrics = {}
     with log.timed("update"):
         for epoch in range(run.ppo_epochs):
             minibatches = batch.minibatches(

@@ -110,7 +110,9 @@ class RunCheckpoints:
         self._on_rank_zero(f"start of checkpoint {step}", lambda: _fresh_folder(temporary))
         # The learner is here, so nothing is trained between the snapshot and the weights; groups that land
         # meanwhile are pending in the snapshot and are generated again after a restore.
-        self._on_rank_zero(f"snapshot of checkpoint {step}", lambda: self._write_side_files(temporary, step, metrics))
+        self._on_rank_zero(
+            f"snapshot of checkpoint {step}", lambda: self._write_side_files(temporary, step, metrics)
+        )
         self._models.save(temporary)
         self._on_rank_zero(f"publication of checkpoint {step}", lambda: self._publish(temporary, final))
         logger.info("saved %s in %.1f s", final, time.monotonic() - started)
@@ -186,7 +188,11 @@ class RunCheckpoints:
         """All but the newest `keep` and the best by the metric (of equal ones the newer)."""
         folders = sorted(self._folder.glob("step_*"), key=_step_of)
         kept = set(folders[-max(self._keep, 1) :])
-        ranked = [(self._sign * value, _step_of(f), f) for f in folders if (value := _metric_value(f, self._metric)) is not None]
+        ranked = [
+            (self._sign * value, _step_of(f), f)
+            for f in folders
+            if (value := _metric_value(f, self._metric)) is not None
+        ]
         if ranked:
             kept.add(max(ranked)[2])
         return [folder for folder in folders if folder not in kept]

@@ -10,15 +10,23 @@ from megatron_ppo.protocol.trajectory import PromptGroup
 
 
 class RecordedGroups:
-    """A group source that appends what it hands out to a JSON Lines file, one trajectory a line."""
+    """A group source that appends what it hands out to a JSON Lines file, one trajectory a line.
+
+    Invariant: the file holds what the current weights were trained on. After a resume, the first `take` drops what
+    an earlier process recorded for steps that are trained again.
+    """
 
     def __init__(self, *, source: GroupSource, path: Path) -> None:
         self._source = source
         self._path = path
+        self._is_first = True
 
     def take(self, *, target_step: int) -> list[PromptGroup]:
         """As the wrapped source; written before the step begins, in the order of the batch."""
         groups = self._source.take(target_step=target_step)
+        if self._is_first:
+            self._drop_from(target_step + 1)
+            self._is_first = False
         with self._path.open("a") as file:
             for group in groups:
                 for trajectory in group.trajectories:
@@ -38,6 +46,18 @@ class RecordedGroups:
                     }
                     file.write(json.dumps(record) + "\n")
         return groups
+
+    def _drop_from(self, step: int) -> None:
+        if not self._path.exists():
+            return
+        kept = []
+        for line in self._path.read_text().splitlines(keepends=True):
+            # A kill in the middle of a write leaves a torn last line, of a step that is trained again.
+            if line.endswith("\n") and json.loads(line)["step"] < step:
+                kept.append(line)
+        draft = self._path.with_suffix(".tmp")
+        draft.write_text("".join(kept))
+        draft.replace(self._path)
 
     def open(self, *, step: int, frontier: int) -> None:
         """As the wrapped source."""

@@ -139,7 +139,12 @@ class RayGroupSource:
     """The learner's side of the replay buffer: rank 0 pops the actor, every rank gets the groups."""
 
     def __init__(
-        self, *, rank_zero: RankZero, supervisor: Supervisor | None, replay: Any | None, groups_timeout_s: float
+        self,
+        *,
+        rank_zero: RankZero,
+        supervisor: Supervisor | None,
+        replay: Any | None,
+        groups_timeout_s: float,
     ) -> None:
         self._rank_zero = rank_zero
         self._supervisor = supervisor
@@ -150,7 +155,9 @@ class RayGroupSource:
         """The groups of `target_step`. Raises: WaitTimeoutError with the pending prompts, PartDiedError."""
         started = time.monotonic()
         while True:
-            groups = self._rank_zero.run(f"take of step {target_step}", lambda: self._poll(target_step, started))
+            groups = self._rank_zero.run(
+                f"take of step {target_step}", lambda: self._poll(target_step, started)
+            )
             if groups is not None:
                 return groups
 

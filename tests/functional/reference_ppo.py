@@ -66,14 +66,19 @@ def response_values(critic: Critic, record: Record) -> torch.Tensor:
 def advantages_and_returns(values: list[float], reward: float, gamma: float, lam: float) -> tuple[list, list]:
     count = len(values)
     rewards = [0.0] * (count - 1) + [reward]
-    deltas = [rewards[t] + gamma * (values[t + 1] if t + 1 < count else 0.0) - values[t] for t in range(count)]
+    deltas = [
+        rewards[t] + gamma * (values[t + 1] if t + 1 < count else 0.0) - values[t] for t in range(count)
+    ]
     advantages = [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, count)) for t in range(count)]
     return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
 
 
 def whiten(rows: list[list[float]]) -> list[torch.Tensor]:
     flat = torch.tensor([a for row in rows for a in row], dtype=torch.float64)
-    return [((torch.tensor(row, dtype=torch.float64) - flat.mean()) / (flat.var() + 1e-8).sqrt()).float() for row in rows]
+    return [
+        ((torch.tensor(row, dtype=torch.float64) - flat.mean()) / (flat.var() + 1e-8).sqrt()).float()
+        for row in rows
+    ]
 
 
 def read_trajectories(path: Path) -> dict[int, list[Record]]:
@@ -85,7 +90,9 @@ def read_trajectories(path: Path) -> dict[int, list[Record]]:
     return dict(steps)
 
 
-def run_reference(model_folder: Path, trajectories: dict[int, list[Record]], hyper: Hyper) -> tuple[list[dict], torch.nn.Module]:
+def run_reference(
+    model_folder: Path, trajectories: dict[int, list[Record]], hyper: Hyper
+) -> tuple[list[dict], torch.nn.Module]:
     """Per-step metrics, and the policy after the last step."""
     torch.set_num_threads(1)
     policy = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).train()
@@ -111,7 +118,10 @@ def run_reference(model_folder: Path, trajectories: dict[int, list[Record]], hyp
         losses, norms = [], []
         for batch in batches:
             tokens = sum(len(records[i]["response"]) for i in batch)
-            loss = sum((0.5 * (response_values(critic, records[i]) - returns[i]) ** 2).sum() for i in batch) / tokens
+            loss = (
+                sum((0.5 * (response_values(critic, records[i]) - returns[i]) ** 2).sum() for i in batch)
+                / tokens
+            )
             losses.append(float(loss.detach()))
             norms.append(_step(critic, critic_optimizer, loss, hyper.grad_clip))
         row |= {"critic_loss": _mean(losses), "critic_grad_norm": _mean(norms)}
@@ -120,7 +130,10 @@ def run_reference(model_folder: Path, trajectories: dict[int, list[Record]], hyp
             losses, norms = [], []
             for batch in batches:
                 tokens = sum(len(records[i]["response"]) for i in batch)
-                loss = sum(_policy_loss(policy, records[i], old[i], advantages[i], hyper) for i in batch) / tokens
+                loss = (
+                    sum(_policy_loss(policy, records[i], old[i], advantages[i], hyper) for i in batch)
+                    / tokens
+                )
                 losses.append(float(loss.detach()))
                 norms.append(_step(policy, policy_optimizer, loss, hyper.grad_clip))
             row |= {"loss": _mean(losses), "grad_norm": _mean(norms)}

@@ -1,0 +1,24 @@
+"""Jobs of this folder run in real processes; each launch is ended, whatever its test does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from launcher import Launched
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    """launch(*words, nproc=1, base="run"): starts a job in the test's own folder."""
+    launched: list[Launched] = []
+
+    def start(*words: str, nproc: int = 1, base: str = "run") -> Launched:
+        launched.append(Launched(tmp_path / base, words, nproc=nproc))
+        return launched[-1]
+
+    yield start
+    for job in launched:
+        if job.process.poll() is None:
+            job.kill()

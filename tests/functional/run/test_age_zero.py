@@ -1,0 +1,85 @@
+"""Age 0 is synchronous PPO: the job equals an independent implementation, step by step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from launcher import MODEL_CACHE, Launched, final_history
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from reference_ppo import Hyper, response_logprobs, run_reference
+
+pytestmark = [pytest.mark.megatron, pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(400)]
+
+STEPS = 3
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_age_zero_equals_the_synchronous_reference(launch: Callable[..., Launched], nproc: int) -> None:
+    layout = (
+        [] if nproc == 1 else [f"{m}.parallelism.tensor_model_parallel_size=1" for m in ("policy", "critic")]
+    )
+    job = launch(
+        "+experiment=cpu_smoke", f"run.max_num_steps={STEPS}", "schedule.max_trajectory_age_steps=0",
+        "schedule.warmup_generation_lead_steps=null", "schedule.policy_training_start_step=1",
+        "algorithm.ppo_epochs=1", "algorithm.shuffle_minibatches=false", "telemetry.record_trajectories=true",
+        "checkpoint.period=0", "validation.period=0", "validation.at_end=false", "gates.age_in_versions=null",
+        *layout, nproc=nproc,
+    )  # fmt: skip
+    assert job.wait() == 0, job.output + job.log_tails()
+    rows = {row["step"]: row for row in job.rows()}
+    history = final_history(job.run_dir)
+    folder = next(
+        path for path in MODEL_CACHE.iterdir() if path.is_dir() and path.name.startswith("sort3_5-64x2")
+    )
+    hyper = Hyper(
+        policy_lr=1e-4, critic_lr=1e-3, gamma=1.0, gae_lambda=0.95, clip=0.2, tis_cap=2.0,
+        minibatch_size=8, grad_clip=1.0, warmup_steps=1,
+    )  # fmt: skip
+    expected, _ = run_reference(folder, history, hyper)
+
+    for step, reference in enumerate(expected, start=1):
+        row = rows[step]
+        assert row["train/reward"] == pytest.approx(reference["reward"])
+        assert row["train/avg_trajectory_age"] == 0
+        assert row["age/max_versions"] == 0
+        # Two float32 implementations that sum in different orders, after up to four optimizer steps of Adam, whose
+        # first steps divide by gradients near 0: 1e-4 is the settled tolerance of values after several steps.
+        assert row["train/critic/loss"] == pytest.approx(reference["critic_loss"], rel=1e-4)
+        assert row["train/critic/grad_norm"] == pytest.approx(reference["critic_grad_norm"], rel=1e-3)
+        if step > 1:
+            # Losses of whitened advantages are differences near 0, so an absolute bound goes with the relative one.
+            assert row["train/loss"] == pytest.approx(reference["loss"], rel=1e-4, abs=1e-5)
+            assert row["train/grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-3)
+            assert row["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_the_rollouts_of_age_zero_come_from_the_weights_of_their_own_step(
+    launch: Callable[..., Launched],
+) -> None:
+    job = launch(
+        "+experiment=cpu_smoke", "run.max_num_steps=2", "schedule.max_trajectory_age_steps=0",
+        "schedule.warmup_generation_lead_steps=null", "schedule.policy_training_start_step=0",
+        "algorithm.ppo_epochs=1", "algorithm.shuffle_minibatches=false", "telemetry.record_trajectories=true",
+        "policy.optimizer.lr=1e-3", "checkpoint.period=0", "validation.period=0", "validation.at_end=false",
+        "gates.age_in_versions=null",
+    )  # fmt: skip
+    assert job.wait() == 0, job.output + job.log_tails()
+    history = final_history(job.run_dir)
+    folder = next(
+        path for path in MODEL_CACHE.iterdir() if path.is_dir() and path.name.startswith("sort3_5-64x2")
+    )
+    hyper = Hyper(
+        policy_lr=1e-3, critic_lr=1e-3, gamma=1.0, gae_lambda=0.95, clip=0.2, tis_cap=2.0,
+        minibatch_size=8, grad_clip=1.0, warmup_steps=0,
+    )  # fmt: skip
+    _, trained = run_reference(folder, {1: history[1]}, hyper)
+    with torch.no_grad():
+        for record in history[2]:
+            mine = response_logprobs(trained, record)
+            # One training step of two implementations apart, then two engines: the settled 1e-4 nats each.
+            assert (mine - torch.tensor(record["logprobs"])).abs().max() < 2e-4
