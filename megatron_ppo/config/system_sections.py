@@ -182,9 +182,6 @@ class ClusterSection(Section):
     world_size: int | None = setting(
         None, "Trainer ranks. null is WORLD_SIZE as torchrun sets it.", unit="ranks", ge=1
     )
-    device: Literal["auto", "cpu", "cuda"] = setting(
-        "auto", "Trainer device. auto is cuda where there is one."
-    )
     model_cache_dir: str = setting(
         "~/.cache/megatron_ppo/models", "Folder of the models that recipes prepare."
     )
@@ -199,7 +196,6 @@ class ClusterSection(Section):
     groups_timeout_s: float = setting(
         600.0, "Longest wait of the learner for a step's groups.", unit="s", gt=0.0
     )
-    actor_start_timeout_s: float = setting(300.0, "Longest start of Ray and of an actor.", unit="s", gt=0.0)
     shutdown_timeout_s: float = setting(
         30.0, "Longest orderly stop of a part before it is killed.", unit="s", gt=0.0
     )

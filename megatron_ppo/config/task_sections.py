@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, model_validator
@@ -69,6 +70,22 @@ class RewardSection(Section):
     options: dict[str, JsonValue] = setting(
         doc="Keyword arguments of the class; only with an explicit `_target_`.", default_factory=dict
     )
+
+    def spec(self, *, target: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The verifier to build, as `_target_` and keyword arguments.
+
+        Args:
+            target, kwargs: the verifier that the task was made for.
+        """
+        if self.target is None:
+            return {"_target_": target, **kwargs}
+        return {"_target_": self.target, **self.options}
+
+    @model_validator(mode="after")
+    def _options_have_a_target(self) -> RewardSection:
+        if self.target is None and self.options:
+            raise ValueError(f"options: got {self.options}; must be empty while _target_ is null")
+        return self
 
 
 class ValidationSection(Section):

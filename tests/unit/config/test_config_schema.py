@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from composed import changed, composed_values, experiment
@@ -209,3 +211,41 @@ def test_documentation_lists_every_section(tmp_path: Path) -> None:
     text = generated_files(tmp_path)["docs/configuration.md"]
     for name in RunConfig.model_fields:
         assert f"## `{name}`" in text or f"`{name}." in text
+
+
+def test_every_key_is_read_somewhere() -> None:
+    # A key that nothing reads would be accepted and ignored. Sections that are handed over whole count as read,
+    # and so do the other name of the lead and choices with a single option.
+    sources = [
+        *(ROOT / "megatron_ppo" / "app").glob("*.py"),
+        *(ROOT / "megatron_ppo" / "config").glob("*.py"),
+    ]
+    text = "\n".join(source.read_text(encoding="utf-8") for source in sources if source.name != "convert.py")
+    handed_over = {
+        "advantage",
+        "loss",
+        "value_loss",
+        "collector",
+        "data",
+        "gates",
+        "chaos",
+        "policy",
+        "critic",
+    }
+    unread = []
+    for name, field in RunConfig.model_fields.items():
+        for section in sections_of(field.annotation) if name not in handed_over else ():
+            for key, declaration in section.model_fields.items():
+                if not re.search(rf'\b({name}|self)\.{key}\b|"{key}"', text):
+                    unread += [f"{name}.{key}"] if len(get_args(declaration.annotation)) != 1 else []
+    assert unread == []
+
+
+def test_the_tasks_verifier_is_used_unless_another_is_named() -> None:
+    own = changed({}).reward.spec(target="a.B", kwargs={"width": 5})
+    assert own == {"_target_": "a.B", "width": 5}
+    other = {"_target_": "megatron_ppo.rewards.chunk_match.ChunkMatch", "options": {"chunk_tokens": 2}}
+    spec = changed({"reward": other}).reward.spec(target="a.B", kwargs={"width": 5})
+    assert spec == {"_target_": "megatron_ppo.rewards.chunk_match.ChunkMatch", "chunk_tokens": 2}
+    with pytest.raises(ConfigError, match=r"reward: options: got .*; must be empty while _target_ is null"):
+        changed({"reward.options": {"chunk_tokens": 2}})
