@@ -214,8 +214,8 @@ def test_documentation_lists_every_section(tmp_path: Path) -> None:
 
 
 def test_every_key_is_read_somewhere() -> None:
-    # A key that nothing reads would be accepted and ignored. Sections that are handed over whole count as read,
-    # and so do the other name of the lead and choices with a single option.
+    # A key that nothing reads would be accepted and ignored. Sections handed over whole count as read, and so do
+    # choices with a single option.
     sources = [
         *(ROOT / "megatron_ppo" / "app").glob("*.py"),
         *(ROOT / "megatron_ppo" / "config").glob("*.py"),
