@@ -1,1 +1,1 @@
-"""Megatron-Core adapter: the policy and critic that the loop trains. The only package that knows `megatron.core`."""
+"""Megatron-Core adapter: the policy and critic that the loop trains. Only here is `megatron.core` known."""

@@ -1,12 +1,14 @@
-"""Saves and loads policy and critic with optimizers, schedulers and generators, in Megatron's torch_dist format.
+"""Saves and loads policy and critic with optimizers, schedulers and generators, in Megatron's torch_dist
+format.
 
-One save holds all models, each under its name, so that the format's fixed cost is paid once. The format reshards:
-another layout of the same models may load it. Synchronous; atomicity (a temporary folder, renamed) is the caller's.
+One save holds all models, each under its name, so that the format's fixed cost is paid once. The format
+reshards: another layout of the same models may load it. Synchronous; atomicity (a temporary folder, renamed)
+is the caller's.
 
 Invariant: training continued from a checkpoint takes the same steps as training that was never interrupted.
 
-The current configuration wins over the saved one in everything that is not state: learning rates, betas, weight decay
-and the schedule's shape come from the settings, only its position is restored.
+The current configuration wins over the saved one in everything that is not state: learning rates, betas,
+weight decay and the schedule's shape come from the settings, only its position is restored.
 """
 
 from __future__ import annotations
@@ -140,7 +142,8 @@ def _restore(loaded: Mapping[str, Any], trained: TrainedModel) -> None:
 
 @contextlib.contextmanager
 def _keeping_adam_step(chained: Any) -> Iterator[None]:
-    """Megatron copies every entry of an optimizer state from the checkpoint, but keeps "step" elsewhere: a KeyError.
+    """Megatron copies every entry of an optimizer state from the checkpoint, but keeps "step" elsewhere: a
+    KeyError.
 
     Only torch's AdamW has that entry; the present step, restored from the parameter group, is passed through.
     """
@@ -161,7 +164,8 @@ def _keeping_adam_step(chained: Any) -> Iterator[None]:
 
 
 def _separate_adam_steps(optimizer: torch.optim.Optimizer) -> None:
-    # Megatron restores one shared tensor as every parameter's step, so each update would advance it once per parameter.
+    # Megatron restores one shared tensor as every parameter's step, so each update would advance it once per
+    # parameter.
     for state in optimizer.state.values():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"] = state["step"].clone()

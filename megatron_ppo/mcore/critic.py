@@ -1,4 +1,5 @@
-"""The trained critic: values and updates. Implements the loop port Critic; driven by the loop like the policy.
+"""The trained critic: values and updates. Implements the loop port Critic; driven by the loop like the
+policy.
 
 Its backbone starts as the policy's Hugging Face folder, its scalar head (weight and bias) at zero.
 

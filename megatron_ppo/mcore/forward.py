@@ -1,12 +1,12 @@
 """Runs Megatron's schedule over microbatches: training passes and forward-only passes.
 
-Scale factors, stated once. A loss function returns this microbatch's *share* of the minibatch loss: already divided
-by counts of the whole minibatch, so that shares sum to the loss over microbatches and data-parallel ranks. Megatron
-assumes means instead and multiplies gradients by
-    cp / num_microbatches   megatron.core.pipeline_parallel.schedules.forward_step_calc_loss (loss in a 2-tuple)
-    1 / (dp · cp)           megatron.core.distributed.DistributedDataParallel, gradient_scaling_factor
-so the share is multiplied by num_microbatches · dp first (cp = 1 here): gradients and their norm are those of the
-minibatch loss, whatever the layout and the microbatch size.
+Scale factors, stated once. A loss function returns this microbatch's *share* of the minibatch loss: already
+divided by counts of the whole minibatch, so that shares sum to the loss over microbatches and data-parallel
+ranks. Megatron assumes means instead and multiplies gradients by
+    cp / num_microbatches  megatron.core.pipeline_parallel.schedules.forward_step_calc_loss (2-tuple)
+    1 / (dp · cp)          megatron.core.distributed.DistributedDataParallel (gradient_scaling_factor)
+so the share is multiplied by num_microbatches · dp first (cp = 1 here): gradients and their norm are those
+of the minibatch loss, whatever the layout and the microbatch size.
 
 Imports `megatron.core`, so `platform.install()` must have run.
 
@@ -51,7 +51,9 @@ def data_parallel_share(batch: TrainBatch, parallel: ParallelContext) -> TrainBa
 def split_microbatches(
     batch: TrainBatch, size: int, parallel: ParallelContext, *, pad_token_id: int
 ) -> list[TrainBatch]:
-    """At most `size` sequences each, on the model's device, trimmed and padded to a length that the layout can cut."""
+    """At most `size` sequences each, on the model's device, trimmed and padded to a length that the layout
+    can cut.
+    """
     parts = torch.arange(len(batch)).split(size)
     multiple = parallel.tp_size if parallel.sequence_parallel else 1
     return [
@@ -115,11 +117,12 @@ def token_pass(
 ) -> Tensor:
     """float32 [B, T] on the CPU, the same on every rank; 0 outside the response mask. No gradient.
 
-    Each data-parallel rank computes its share; shares are gathered over the data group and sent from the last pipeline
-    stage to the others.
+    Each data-parallel rank computes its share; shares are gathered over the data group and sent from the
+    last pipeline stage to the others.
     """
     share_size = -(-len(batch) // parallel.dp_size)
-    # A batch that does not divide (a probe) is filled up with copies of its last sequence; their results are cut off.
+    # A batch that does not divide (a probe) is filled up with copies of its last sequence; their results are
+    # cut off.
     rows = torch.arange(parallel.dp_rank * share_size, (parallel.dp_rank + 1) * share_size).clamp(
         max=len(batch) - 1
     )

@@ -1,8 +1,9 @@
 """Reads a Hugging Face model folder's config.json into the few facts that Megatron-Core needs.
 
 Pure standard library, so a model that cannot be mapped is refused before torch is imported.
-Invariant: a config that this module accepts is mapped completely; a feature that would change the numbers and is not
-mapped (sliding windows, other RoPE scalings, biases in places without one) is an error that names the key.
+Invariant: a config that this module accepts is mapped completely; a feature that would change the numbers
+and is not mapped (sliding windows, other RoPE scalings, biases in places without one) is an error that names
+the key.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCaus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3RopeScaling:
-    """Frequency scaling of Llama 3.1: long wavelengths are divided by `factor`, short ones kept, blended between."""
+    """Frequency scaling of Llama 3.1: long wavelengths are divided by `factor`, short ones kept, blended
+    between.
+    """
 
     factor: float
     low_freq_factor: float
@@ -48,7 +51,7 @@ class HFModelConfig:
     rope_scaling: Llama3RopeScaling | None
 
     def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
-        """Rows of the embedding in the trainer: the vocabulary rounded up so that every TP rank holds the same share."""
+        """Rows of the trainer's embedding: the vocabulary, rounded up so that TP ranks have equal shares."""
         return -(-self.vocab_size // tensor_model_parallel_size) * tensor_model_parallel_size
 
     def check_parallelism(
@@ -98,7 +101,8 @@ def map_hf_config(raw: Mapping[str, object], *, source: str) -> HFModelConfig:
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
     if architecture not in SUPPORTED_ARCHITECTURES:
         raise ConfigError(
-            f"{source}: architecture {architecture!r} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+            f"{source}: architecture {architecture!r} is not supported; "
+            f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
     _refuse_unmapped(raw, source)
     hidden, heads = _integer(raw, "hidden_size", source), _integer(raw, "num_attention_heads", source)

@@ -1,8 +1,9 @@
 """Builds Megatron-Core GPT models, with a language-model head or a scalar value head, from an HFModelConfig.
 
-Megatron's local layer spec everywhere, with two parts of our own: an RMSNorm that knows sequence parallelism and a
-core attention on `scaled_dot_product_attention` (Megatron's local ones refuse sequence parallelism and are 2-4x slower).
-Parameters are left uninitialised: `mcore.weights` fills every one of them and fails if it cannot.
+Megatron's local layer spec everywhere, with two parts of our own: an RMSNorm that knows sequence parallelism
+and a core attention on `scaled_dot_product_attention` (Megatron's local ones refuse sequence parallelism and
+are 2-4x slower). Parameters are left uninitialised: `mcore.weights` fills every one of them and fails if it
+cannot.
 
 Imports `megatron.core`, so `platform.install()` must have run.
 
@@ -71,7 +72,9 @@ class SDPACoreAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_: object,
     ) -> Tensor:
-        """[S, B, N * D]. Sequences are right-padded, so causality alone keeps padding out of real positions."""
+        """[S, B, N * D]. Sequences are right-padded, so causality alone keeps padding out of real
+        positions.
+        """
         if attention_mask is not None or attention_bias is not None or packed_seq_params is not None:
             raise NotImplementedError(
                 "SDPACoreAttention takes right-padded batches: no mask, bias or packing"
@@ -102,17 +105,22 @@ class ValueHead(torch.nn.Linear):
         """([S, B, 1] float32, None), in the signature of Megatron's output layers."""
         value_SB1 = super().forward(hidden_SBH).float()
         if self.sequence_parallel:
-            # The loss is computed on every rank of the tensor group, so the backward pass cuts and must not sum.
+            # The loss is computed on every rank of the tensor group, so the backward pass cuts and must not
+            # sum.
             value_SB1 = gather_from_sequence_parallel_region(
                 value_SB1, tensor_parallel_output_grad=False, group=self.tensor_group
             )
         return value_SB1, None
 
 
+def _leave_uninitialised(weight: Tensor) -> Tensor:
+    return weight
+
+
 def transformer_config(
     model: HFModelConfig, parallel: ParallelContext, *, dtype: torch.dtype
 ) -> TransformerConfig:
-    """Megatron's description of the model. Only fields that 0.16.x and 0.19.x share; dropout is 0 everywhere."""
+    """Megatron's description of the model, in fields that 0.16.x and 0.19.x share. Dropout is 0."""
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -137,7 +145,12 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=not platform.on_cuda(),
-        perform_initialization=False,
+        # On, although nothing is drawn: only then does Megatron mark the parameters that are cut over the
+        # tensor group, without which the gradient norm counts rank 0's share alone.
+        perform_initialization=True,
+        init_method=_leave_uninitialised,
+        output_layer_init_method=_leave_uninitialised,
+        embedding_init_method=_leave_uninitialised,
         # The fused kernels below need Apex or Transformer Engine.
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
@@ -146,7 +159,8 @@ def transformer_config(
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         batch_p2p_sync=False,
-        # Microbatches have their own lengths; Megatron allows that only with this MoE setting, dense models included.
+        # Microbatches have their own lengths; Megatron allows that only with this MoE setting, dense models
+        # included.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
     )

@@ -1,7 +1,8 @@
 """Megatron's distributed optimizer and its parameter scheduler, built from two small records.
 
-The distributed optimizer is always used: at data-parallel size 1 it is the same code with one shard. Overlap modes
-(gradient reduction, parameter gathering) stay off, so parameters are complete on every rank after each step.
+The distributed optimizer is always used: at data-parallel size 1 it is the same code with one shard. Overlap
+modes (gradient reduction, parameter gathering) stay off, so parameters are complete on every rank after each
+step.
 
 Imports `megatron.core`, so `platform.install()` must have run.
 """
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 def wrap_data_parallel(
     module: torch.nn.Module, config: TransformerConfig, parallel: ParallelContext
 ) -> DistributedDataParallel:
-    """Megatron's DDP: parameters move into one buffer; gradients are reduced in float32 once per optimizer step."""
+    """Megatron's DDP: one parameter buffer; gradients are reduced in float32, once per optimizer step."""
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
@@ -45,7 +46,7 @@ def build_optimizer(
     *,
     dtype: torch.dtype,
 ) -> Any:
-    """AdamW over float32 main parameters, sharded over the data group. Norms and biases get no weight decay."""
+    """AdamW over float32 main parameters, sharded over the data group. No weight decay on vectors."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
@@ -94,9 +95,10 @@ def build_scheduler(
 def initialise_adam_state(optimizer: torch.optim.Optimizer) -> None:
     """Give torch's AdamW the state of step 0, exactly as its first step would.
 
-    Megatron can neither save nor load an empty torch AdamW, and the dummy step that it offers instead applies weight
-    decay. With the state present, a policy that was never stepped (critic warm-up) saves and loads like any other.
-    Transformer Engine's optimizer, used where that package is installed, needs none of this.
+    Megatron can neither save nor load an empty torch AdamW, and the dummy step that it offers instead
+    applies weight decay. With the state present, a policy that was never stepped (critic warm-up) saves and
+    loads like any other. Transformer Engine's optimizer, used where that package is installed, needs none of
+    this.
     """
     if not isinstance(optimizer, torch.optim.AdamW):
         return

@@ -1,8 +1,8 @@
 """Process groups of the trainer: one default group per job, and one `ParallelContext` per model on top of it.
 
-`distributed_runtime` is entered once per job by the application; several jobs may follow one another in one torchrun.
-Policy and critic get a context each, over the same ranks and possibly with different layouts. Every group is passed
-to Megatron-Core explicitly; `megatron.core.parallel_state` is never initialised.
+`distributed_runtime` is entered once per job by the application; several jobs may follow one another in one
+torchrun. Policy and critic get a context each, over the same ranks and possibly with different layouts.
+Every group is passed to Megatron-Core explicitly; `megatron.core.parallel_state` is never initialised.
 
 Rank order, fastest first: tensor, data, pipeline (Megatron's "tp-cp-ep-dp-pp" with cp = ep = 1).
 """
@@ -43,9 +43,9 @@ class DistributedRuntime:
 def distributed_runtime(*, timeout_s: float = 600.0) -> Iterator[DistributedRuntime]:
     """Join the job's default process group (gloo on CPU, NCCL on CUDA); leave it at exit.
 
-    Under torchrun (or any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) all ranks join; without
-    it this process is a job of one rank. A job's keys live under their own prefix of the launcher's store: reusing the
-    bare store for a second job hangs, since the keys of the first one still answer.
+    Under torchrun (or any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) all ranks join;
+    without it this process is a job of one rank. A job's keys live under their own prefix of the launcher's
+    store: reusing the bare store for a second job hangs, since the keys of the first one still answer.
 
     Args:
         timeout_s: limit of every collective.
@@ -103,7 +103,8 @@ class ParallelContext:
         everyone: all ranks that hold any part of the model.
         embedding: first and last pipeline stage, which share tied embeddings; None on the stages between.
         alone: a group of only this rank, for the kinds of parallelism that are not in use.
-        sequence_parallel: activations outside attention and MLP are cut along the sequence over the tensor group.
+        sequence_parallel: activations outside attention and MLP are cut along the sequence over the tensor
+        group.
     """
 
     tensor: dist.ProcessGroup
@@ -140,8 +141,8 @@ class ParallelContext:
         )
         if tp < 1 or pp < 1 or world % (tp * pp):
             raise ConfigError(
-                f"parallelism: tensor_model_parallel_size={tp} x pipeline_model_parallel_size={pp} does not divide "
-                f"the world of {world} ranks"
+                f"parallelism: tensor_model_parallel_size={tp} x pipeline_model_parallel_size={pp} "
+                f"does not divide the world of {world} ranks"
             )
         if sequence_parallel and tp == 1:
             raise ConfigError(
@@ -266,7 +267,7 @@ def _group_maker(timeout_s: float) -> Callable[[Sequence[Sequence[int]]], dist.P
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLayout:
-    """Pure arithmetic: which global ranks form which group. Each list of groups is a partition of the world."""
+    """Pure arithmetic: which global ranks form which group. The groups of a kind share no rank."""
 
     tensor: int
     data: int

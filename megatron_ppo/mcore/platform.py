@@ -1,8 +1,9 @@
 """The one place that makes Megatron-Core run without CUDA, and that knows both supported versions of it.
 
-`install()` is called once per process before anything imports `megatron.core`; `MegatronPolicy`, `MegatronCritic`,
-the checkpoint functions and `distributed_runtime` do that. Where CUDA is available it does nothing at all, so a GPU
-runs unpatched Megatron-Core. The patches are process-global: an inference engine never shares this process.
+`install()` is called once per process before anything imports `megatron.core`; `MegatronPolicy`,
+`MegatronCritic`, the checkpoint functions and `distributed_runtime` do that. Where CUDA is available it does
+nothing at all, so a GPU runs unpatched Megatron-Core. The patches are process-global: an inference engine
+never shares this process.
 
 Megatron-Core 0.16.x passes `torch.cuda.current_device()` or the literal "cuda" as `device=` and compares
 `Tensor.type()` with "torch.cuda.*Tensor"; 0.19.x still does. Each patch below answers one of these.
@@ -57,7 +58,8 @@ def install() -> None:
 
         if "megatron.core" in sys.modules:
             raise MegatronPPOError(
-                "megatron.core was imported before megatron_ppo.mcore.platform.install(); without CUDA it must come after"
+                "megatron.core was imported before megatron_ppo.mcore.platform.install(); "
+                "without CUDA it must come after"
             )
         with _compile_disabled():
             _patch_cuda_module()
@@ -86,7 +88,9 @@ def _import_megatron() -> None:
 
 @contextlib.contextmanager
 def _compile_disabled() -> Any:
-    """Megatron decorates small functions with `torch.compile` at import; on CPU that costs seconds and a C++ compiler."""
+    """Megatron decorates small functions with `torch.compile` at import; on CPU that costs seconds and a C++
+    compiler.
+    """
     original = torch.compile
 
     def passthrough(function: Any = None, **_: Any) -> Any:
@@ -188,7 +192,8 @@ def _patch_cuda_module() -> None:
 
 def _patch_tensors() -> None:
     cpu = torch.device("cpu")
-    # `with torch.device(...)` recognises factories by identity, in a set made on first use: make it of the originals.
+    # `with torch.device(...)` recognises factories by identity, in a set made on first use: make it of the
+    # originals.
     device_module: Any = import_module("torch.utils._device")
     device_module._device_constructors()
 
@@ -250,9 +255,10 @@ def local_rank() -> int:
 def checkpoint_writers_in_process() -> Iterator[None]:
     """Synchronous torch_dist saves without helper processes.
 
-    Both versions start a spawned manager process for the writers' results, which re-imports the main script and would
-    outlive a killed trainer; 0.16.x also forks its writers, which is unsafe next to threads (Ray, gRPC). A queue of
-    this process does for a synchronous save, and 0.16.x's own writer function runs in it (0.19.x uses threads).
+    Both versions start a spawned manager process for the writers' results, which re-imports the main script
+    and would outlive a killed trainer; 0.16.x also forks its writers, which is unsafe next to threads (Ray,
+    gRPC). A queue of this process does for a synchronous save, and 0.16.x's own writer function runs in it
+    (0.19.x uses threads).
     """
     module: Any = import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
     writer = module.FileSystemWriterAsync

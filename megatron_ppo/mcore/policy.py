@@ -1,8 +1,8 @@
-"""The trained policy: log-probs, updates, and its weights in the Hugging Face layout. Implements loop ports Policy and
-WeightSource; driven by the loop on every rank in the same order.
+"""The trained policy: log-probs, updates, and its weights in the Hugging Face layout. Implements loop ports
+Policy and WeightSource; driven by the loop on every rank in the same order.
 
-Invariant: scoring and training compute the same function (dropout 0, same kernels, same temperature), so before the
-first update of a step the PPO ratio is 1 up to rounding.
+Invariant: scoring and training compute the same function (dropout 0, same kernels, same temperature), so
+before the first update of a step the PPO ratio is 1 up to rounding.
 
 Shape legend: B sequences, T token positions (right-padded), V vocabulary entries of this rank.
 """
@@ -40,8 +40,8 @@ class MegatronPolicy:
         model: Hugging Face folder (config.json and safetensors) with the initial weights.
         parallel: groups of this model; policy and critic may differ.
         precision: of parameters and activations; gradients and the optimizer are float32 in both.
-        train_micro_batch_size, logprob_batch_size: sequences per forward pass and data-parallel rank, at most. Neither
-            changes a result, only memory and speed.
+        train_micro_batch_size, logprob_batch_size: sequences per forward pass and data-parallel rank, at
+            most. Neither changes a result, only memory and speed.
         temperature: of sampling, > 0; log-probs and entropy are those of softmax(logits / temperature).
         reference: keep a second, frozen copy of the initial weights for `reference_logprobs`.
         seed: of Megatron's generators.
@@ -88,17 +88,20 @@ class MegatronPolicy:
         self._reference = self.trained.frozen_copy() if reference else None
 
     def logprobs(self, batch: TrainBatch, *, temperature: float | None = None) -> Tensor:
-        """float32 [B, T] nats with the current weights; 0 outside the response mask. The same on every rank."""
+        """float32 [B, T] nats with the current weights; 0 outside the response mask. The same on every
+        rank.
+        """
         return self._score(batch, self.trained.module, temperature)
 
     def reference_logprobs(self, batch: TrainBatch) -> Tensor:
-        """The same with the frozen initial weights. Raises: ConfigError if the policy was built without them."""
+        """The same with the frozen initial weights. Raises: ConfigError without reference=True."""
         if self._reference is None:
             raise ConfigError("reference log-probs need a policy with reference=True, got reference=False")
         return self._score(batch, self._reference, None)
 
     def update(self, minibatches: Sequence[TrainBatch]) -> dict[str, float]:
-        """One optimizer step per minibatch, then one scheduler tick; metrics `train/...` are means over minibatches.
+        """One optimizer step per minibatch, then one scheduler tick; metrics `train/...` are means over
+        minibatches.
 
         Raises: NonFiniteError, with the offending ordinals, before the optimizer step is applied.
         """
@@ -109,7 +112,9 @@ class MegatronPolicy:
         return hf_weight_metadata(self.trained.model, self.trained.dtype)
 
     def full_weights(self) -> Iterator[Tensor]:
-        """Collective over all ranks: gathers one tensor at a time. What it yields is the same on every rank."""
+        """Collective over all ranks: gathers one tensor at a time. What it yields is the same on every
+        rank.
+        """
         return export_hf_weights(self.trained.gpt, self.trained.weight_map)
 
     def parameters_hash(self) -> str:

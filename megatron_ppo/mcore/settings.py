@@ -1,4 +1,4 @@
-"""What a caller chooses about optimization, in the config's names. Checked at construction; no torch, no Megatron."""
+"""What a caller chooses about optimization, in the config's names. Checked at construction; no torch."""
 
 from __future__ import annotations
 

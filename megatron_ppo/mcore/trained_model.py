@@ -1,10 +1,10 @@
 """One trained model on this rank: module, optimizer, scheduler, and the update that policy and critic share.
 
-Imports `megatron.core`, so `platform.install()` must have run. Driven by `MegatronPolicy` and `MegatronCritic`, which
-differ in their head, their loss and their metric names only.
+Imports `megatron.core`, so `platform.install()` must have run. Driven by `MegatronPolicy` and
+`MegatronCritic`, which differ in their head, their loss and their metric names only.
 
-Invariant: an update that raises NonFiniteError has applied no optimizer step for the minibatch it was raised on, and
-it is raised on every rank together.
+Invariant: an update that raises NonFiniteError has applied no optimizer step for the minibatch it was raised
+on, and it is raised on every rank together.
 
 Shape legend: B sequences, T token positions (right-padded), V vocabulary entries of this rank.
 """
@@ -139,7 +139,8 @@ class TrainedModel:
         """One optimizer step per minibatch, then one scheduler tick.
 
         Returns: metrics under `prefix`, the same on every rank.
-        Raises: NonFiniteError; ValueError for no minibatches or one that the data-parallel size does not divide.
+        Raises: NonFiniteError; ValueError for no minibatches or one that the data-parallel size does not
+        divide.
         """
         if not minibatches:
             raise ValueError("update needs at least one minibatch")
@@ -178,7 +179,8 @@ class TrainedModel:
         return metrics
 
     def _zero_gradients(self) -> None:
-        # Both: the first clears the reduction buffer, the second drops `.grad` aliases that would be added again.
+        # Both: the first clears the reduction buffer, the second drops `.grad` aliases that would be added
+        # again.
         self.module.zero_grad_buffer()
         self.optimizer.zero_grad()
 
@@ -193,7 +195,8 @@ class TrainedModel:
         ordinals = tuple(sorted({ordinal for part in gathered for ordinal in part}))
         self._zero_gradients()
         raise NonFiniteError(
-            f"the loss is NaN or infinite for the prompts with ordinals {list(ordinals)}; no optimizer step was applied",
+            f"the loss is NaN or infinite for the prompts with ordinals {list(ordinals)}; "
+            "no optimizer step was applied",
             ordinals,
         )
 
@@ -205,8 +208,8 @@ class TrainedModel:
             ordinals = tuple(sorted(set(minibatch.ordinal_B.tolist())))
             self._zero_gradients()
             raise NonFiniteError(
-                f"the gradient norm is {norm} while every sequence's loss is finite; the minibatch has the prompts "
-                f"with ordinals {list(ordinals)}; no optimizer step was applied",
+                f"the gradient norm is {norm} while every sequence's loss is finite; the minibatch has "
+                f"the prompts with ordinals {list(ordinals)}; no optimizer step was applied",
                 ordinals,
             )
         stepped, _, _ = self.optimizer.step()
@@ -233,7 +236,8 @@ class TrainedModel:
         return joined
 
     def parameters_hash(self) -> str:
-        """Digest of all parameters' bits, the same on every rank; equal exactly if no parameter changed, barring luck.
+        """Digest of all parameters' bits, the same on every rank; equal exactly if no parameter changed,
+        barring luck.
 
         Cheap: one sum of bit patterns per parameter, no copy to the host.
         """

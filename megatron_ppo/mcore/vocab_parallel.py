@@ -1,7 +1,7 @@
 """Log-probs and entropy of logits whose vocabulary is cut over the tensor group.
 
-Own functions instead of Megatron's `vocab_parallel_cross_entropy`: that one overwrites the logits, takes its group
-from global state, and its fused variant rounds the gradient to bfloat16.
+Own functions instead of Megatron's `vocab_parallel_cross_entropy`: that one overwrites the logits, takes its
+group from global state, and its fused variant rounds the gradient to bfloat16.
 
 Shape legend: B sequences, T token positions, V vocabulary entries of this rank.
 """
@@ -21,7 +21,8 @@ def next_token_logprobs(
     """float32 [B, T] nats; entry j is the log-prob of token j, from the logits at j - 1; entry 0 is 0.
 
     Args:
-        logits_BTV: float32, this rank's vocabulary entries [vocab_start, vocab_start + V), temperature applied.
+        logits_BTV: float32, this rank's vocabulary entries [vocab_start, vocab_start + V); temperature
+            applied.
         token_ids_BT: int64, on every rank the same.
     Differentiable with respect to the logits; the gradient of the others is not needed on this rank.
     """
@@ -41,7 +42,8 @@ def vocab_parallel_logprobs(
 
 @torch.no_grad()
 def next_token_entropy(logits_BTV: Tensor, *, group: dist.ProcessGroup) -> Tensor:
-    """float32 [B, T] nats; entry j is the exact entropy of the distribution of token j; entry 0 is 0. No gradient.
+    """float32 [B, T] nats; entry j is the exact entropy of the distribution of token j; entry 0 is 0. No
+    gradient.
 
     H = log Z - Σ_v p_v x_v with x the logits less their maximum and Z = Σ_v exp(x_v).
     """

@@ -1,11 +1,11 @@
 """Hugging Face safetensors to Megatron shards and back, one tensor at a time.
 
-A `WeightMap` says for each of this rank's parameters which Hugging Face tensors it is made of and how it is cut over
-the tensor group. Loading reads only this rank's rows or columns; exporting gathers one parameter at a time and splits
-it into full Hugging Face tensors. Round trips are bit-exact.
+A `WeightMap` says for each of this rank's parameters which Hugging Face tensors it is made of and how it is
+cut over the tensor group. Loading reads only this rank's rows or columns; exporting gathers one parameter at
+a time and splits it into full Hugging Face tensors. Round trips are bit-exact.
 
 Layout of the fused parameters (Megatron's local layer spec):
-    linear_qkv  per key/value head: its query heads, then its key, then its value; cut by key/value heads over TP.
+    linear_qkv  per key/value head: its query heads, its key, its value; cut over TP by key/value heads.
     linear_fc1  per TP rank: its rows of gate, then its rows of up.
 
 Shape legend: H hidden, D head dimension; K key/value heads, Q query heads per key/value head; V vocabulary.
@@ -99,7 +99,9 @@ class WeightMap:
     first_layer: int
 
     def load(self, name: str, source: HFWeights) -> Tensor:
-        """This rank's shard of the parameter `name`, in the file's dtype. Raises: ConfigError for an unknown name."""
+        """This rank's shard of the parameter `name`, in the file's dtype. Raises: ConfigError for an unknown
+        name.
+        """
         layer = _LAYER.fullmatch(name)
         if layer is None:
             return self._load_outer(name, source)
@@ -134,7 +136,9 @@ class WeightMap:
         return slice(self.parallel.tp_rank * part, (self.parallel.tp_rank + 1) * part)
 
     def _load_vocabulary(self, name: str, source: HFWeights) -> Tensor:
-        """[V / tp, H]; rows beyond the vocabulary are zero, and `vocab_parallel` never looks at their logits."""
+        """[V / tp, H]; rows beyond the vocabulary are zero, and `vocab_parallel` never looks at their
+        logits.
+        """
         share = self._share(self.model.padded_vocab_size(self.parallel.tp_size))
         real = source.read(name, rows=slice(share.start, min(share.stop, self.model.vocab_size)))
         missing = share.stop - share.start - real.shape[0]
@@ -179,9 +183,6 @@ def load_hf_weights(module: torch.nn.Module, weight_map: WeightMap, folder: str 
 
 def _is_value_head(name: str, parameter: Tensor) -> bool:
     return name == "output_layer.bias" or (name == "output_layer.weight" and parameter.shape[0] == 1)
-
-
-# --- export ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,8 +266,8 @@ def hf_weight_metadata(model: HFModelConfig, dtype: torch.dtype) -> tuple[Tensor
 def export_hf_weights(module: torch.nn.Module, weight_map: WeightMap) -> Iterator[Tensor]:
     """Full Hugging Face tensors, the same on every rank, in the order of `hf_weight_metadata`.
 
-    Collective over all ranks of the model: each parameter is gathered over its stage's tensor group, then sent to the
-    other pipeline stages. At most one parameter is held in full.
+    Collective over all ranks of the model: each parameter is gathered over its stage's tensor group, then
+    sent to the other pipeline stages. At most one parameter is held in full.
     """
     parameters = {name: p.detach() for name, p in module.named_parameters()}
     parallel, model = weight_map.parallel, weight_map.model

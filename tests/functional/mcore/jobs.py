@@ -1,0 +1,410 @@
+"""What the Megatron workers run. Each function is one job of `worker_pair`; it returns plain, picklable
+data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ppo.data.batch import TrainBatch
+from megatron_ppo.mcore.checkpoint import load_models, save_models
+from megatron_ppo.mcore.critic import MegatronCritic
+from megatron_ppo.mcore.parallel import ParallelContext, distributed_runtime
+from megatron_ppo.mcore.policy import MegatronPolicy
+from megatron_ppo.mcore.settings import OptimizerSettings, SchedulerSettings
+from megatron_ppo.mcore.weights import export_hf_weights, hf_weight_metadata
+from megatron_ppo.numerics.loss_settings import PolicyLossSettings
+from megatron_ppo.protocol.errors import CheckpointError, ConfigError, NonFiniteError
+
+Layout = dict[str, int | bool]
+
+VOCAB = 64
+SHAPE = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 192,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    # Short, so that with 64 positions every branch of the scaling is used.
+    "original_max_position_embeddings": 32,
+}
+MODEL_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
+    "qwen2_tied": ("Qwen2", {"tie_word_embeddings": True}),
+    # 61 is odd: the vocabulary is padded for two ranks.
+    "qwen2_odd_vocab": ("Qwen2", {"tie_word_embeddings": False, "vocab_size": 61}),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 64}),
+    "llama": ("Llama", {"tie_word_embeddings": False, "num_attention_heads": 4}),
+    "llama3_rope": ("Llama", {"tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE}),
+}
+
+
+def make_model(*, folder: str, kind: str, max_shard_size: str = "5GB") -> None:
+    """A random model whose weights are large enough to make logits differ, norms and biases included."""
+    import transformers
+
+    family, changes = MODEL_KINDS[kind]
+    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **changes})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            else:
+                parameter.mul_(4.0)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+
+
+def random_batch(*, rows: int = 8, width: int = 14, seed: int = 1, vocab: int = 61) -> TrainBatch:
+    """Prompts of 4 tokens, responses of 3 to `width` - 4; old log-probs and the rest are plausible
+    numbers.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(scale: float) -> Tensor:
+        return scale * torch.randn((rows, width), generator=generator)
+
+    position = torch.arange(width)[None]
+    length = torch.randint(7, width + 1, (rows,), generator=generator)
+    mask = (position >= 4) & (position < length[:, None])
+    token_ids = torch.randint(3, vocab, (rows, width), generator=generator)
+    old = torch.where(mask, noise(0.3) - 3.0, 0.0)
+    return TrainBatch(
+        token_ids_BT=torch.where(position < length[:, None], token_ids, 0),
+        length_B=length,
+        response_mask_BT=mask,
+        # One sequence is excluded from every loss.
+        sample_mask_B=torch.arange(rows) != 2,
+        generation_logprobs_BT=torch.where(mask, old + noise(0.1), 0.0),
+        reward_B=torch.rand(rows, generator=generator),
+        truncated_B=torch.zeros(rows, dtype=torch.bool),
+        ordinal_B=torch.arange(rows) + 100,
+        old_logprobs_BT=old,
+        values_BT=torch.where(mask, noise(0.2), 0.0),
+        advantages_BT=torch.where(mask, noise(1.0), 0.0),
+        returns_BT=torch.where(mask, noise(0.5), 0.0),
+    )
+
+
+@contextmanager
+def context(layout: Layout) -> Iterator[ParallelContext]:
+    """A job's process group and one model's groups."""
+    with distributed_runtime(timeout_s=60.0):
+        yield ParallelContext.create(**layout, timeout_s=60.0)  # type: ignore[arg-type]
+
+
+def settings(folder: str, **changes: Any) -> dict[str, Any]:
+    """Keyword arguments common to policy and critic."""
+    return {
+        "model": folder,
+        "optimizer": OptimizerSettings(lr=1e-4, weight_decay=0.1, clip_grad=0.5),
+        "scheduler": SchedulerSettings(lr_decay_steps=10, lr_decay_style="cosine"),
+        "train_micro_batch_size": 4,
+        "logprob_batch_size": 3,
+        "pad_token_id": 0,
+        **changes,
+    }
+
+
+def build(
+    kind: str, folder: str, parallel: ParallelContext, **changes: Any
+) -> MegatronPolicy | MegatronCritic:
+    """The policy (with a KL term, so that every loss term is on) or the critic."""
+    if kind == "critic":
+        return MegatronCritic(parallel=parallel, **settings(folder, **changes))
+    return MegatronPolicy(parallel=parallel, **settings(folder, **changes))
+
+
+def full_parameters(model: MegatronPolicy | MegatronCritic) -> dict[str, Tensor]:
+    """All weights in the Hugging Face layout, on every rank. A critic's head has no name there: use its
+    values.
+    """
+    trained, weight_map = model.trained, model.trained.weight_map
+    if isinstance(model, MegatronCritic):
+        weight_map = dataclasses.replace(weight_map, model=dataclasses.replace(weight_map.model, tied=True))
+    metadata = hf_weight_metadata(weight_map.model, trained.dtype)
+    return {
+        meta.name: tensor.clone()
+        for meta, tensor in zip(metadata, export_hf_weights(trained.gpt, weight_map), strict=True)
+    }
+
+
+def scored(model: MegatronPolicy | MegatronCritic, batch: TrainBatch) -> Tensor:
+    """Log-probs or values."""
+    return model.logprobs(batch) if isinstance(model, MegatronPolicy) else model.values(batch)
+
+
+def train(*, kind: str, folder: str, layout: Layout, steps: int = 3, **changes: Any) -> dict[str, Any]:
+    """`steps` updates of one minibatch each; metrics of each, then all weights and scores."""
+    with context(layout) as parallel:
+        model = build(kind, folder, parallel, **changes)
+        metrics = [model.update([random_batch(seed=step)]) for step in range(steps)]
+        return {
+            "metrics": metrics,
+            "parameters": full_parameters(model),
+            "scores": scored(model, random_batch()),
+            "hash": model.parameters_hash(),
+        }
+
+
+def train_both(*, folder: str, policy_layout: Layout, critic_layout: Layout) -> dict[str, Any]:
+    """Policy and critic on the same ranks, each with its own layout, taking turns."""
+    with distributed_runtime(timeout_s=60.0):
+        groups = [ParallelContext.create(**x, timeout_s=60.0) for x in (policy_layout, critic_layout)]  # type: ignore[arg-type]
+        policy, critic = build("policy", folder, groups[0]), build("critic", folder, groups[1])
+        metrics = []
+        for step in range(3):
+            batch = random_batch(seed=step)
+            batch = batch.replace(values_BT=critic.values(batch), old_logprobs_BT=policy.logprobs(batch))  # type: ignore[union-attr]
+            metrics += [critic.update([batch]), policy.update([batch])]
+        return {
+            "metrics": metrics,
+            "policy": full_parameters(policy),
+            "critic": full_parameters(critic),
+            "values": scored(critic, random_batch()),
+        }
+
+
+def logit_difference(*, folder: str, layout: Layout) -> float:
+    """Largest |difference| of any logit to transformers; -1 never, since every rank is a last stage here."""
+    import transformers
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    with context(layout) as parallel, torch.no_grad():
+        policy = MegatronPolicy(parallel=parallel, **settings(folder))
+        token_ids = random_batch(rows=3, width=64).token_ids_BT
+        position_ids = torch.arange(64).expand_as(token_ids)
+        part = policy.trained.gpt(input_ids=token_ids, position_ids=position_ids, attention_mask=None)
+        mine = gather_from_tensor_model_parallel_region(part, group=parallel.tensor)
+        reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        theirs = reference(token_ids).logits
+        return float((mine[..., : theirs.shape[-1]] - theirs).abs().max())
+
+
+def logprob_and_entropy_difference(*, folder: str, layout: Layout, temperature: float) -> dict[str, float]:
+    """Largest |difference| of log-probs to transformers, and of the reported entropy."""
+    import transformers
+
+    with context(layout) as parallel:
+        policy = MegatronPolicy(parallel=parallel, **settings(folder, temperature=temperature))
+        batch = random_batch()
+        mine = policy.logprobs(batch)
+        at_one = policy.logprobs(batch, temperature=1.0)
+        entropy = policy.update([batch])["train/entropy"]
+        reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        with torch.no_grad():
+            logits = reference(batch.token_ids_BT).logits[:, :-1].double()
+    target = batch.token_ids_BT[:, 1:, None]
+    mask = batch.response_mask_BT[:, 1:]
+    kept = batch.loss_mask_BT[:, 1:]
+
+    def difference(scores: Tensor, used: float) -> float:
+        expected = (logits / used).log_softmax(-1).gather(-1, target)[..., 0]
+        return float((scores[:, 1:] - torch.where(mask, expected, 0.0)).abs().max())
+
+    logp = (logits / temperature).log_softmax(-1)
+    expected_entropy = float(-(logp.exp() * logp).sum(-1)[kept].mean())
+    return {
+        "logprobs": difference(mine, temperature),
+        "at_one": difference(at_one, 1.0),
+        "entropy": abs(entropy - expected_entropy),
+        "first_column": float(mine[:, 0].abs().max()),
+    }
+
+
+def export_mismatches(*, folder: str, layout: Layout) -> list[str]:
+    """Names that differ in any bit, name, shape or dtype from the files that the weights came from."""
+    from safetensors.torch import load_file
+
+    files: dict[str, Tensor] = {}
+    for path in Path(folder).glob("*.safetensors"):
+        files |= load_file(path)
+    with context(layout) as parallel:
+        policy = MegatronPolicy(parallel=parallel, **settings(folder))
+        wrong = []
+        for meta, tensor in zip(policy.weight_metadata(), policy.full_weights(), strict=True):
+            expected = files.pop(meta.name)
+            same = torch.equal(tensor, expected) and meta.shape == tuple(expected.shape)
+            if not same or meta.dtype != "float32":
+                wrong.append(meta.name)
+        return wrong + sorted(files)
+
+
+def save(*, folder: str, checkpoint: str, policy_layout: Layout, critic_layout: Layout) -> dict[str, Any]:
+    """Two critic updates, none of the policy (warm-up); save; then the metrics and weights of going on."""
+    with distributed_runtime(timeout_s=60.0):
+        policy, critic = _pair(folder, policy_layout, critic_layout)
+        for step in range(2):
+            critic.update([random_batch(seed=step)])
+        before = policy.parameters_hash()
+        save_models(Path(checkpoint), {"policy": policy, "critic": critic}, {"step": 2, "name": "x"})
+        saved_unchanged = policy.parameters_hash() == before
+        return {**_go_on(policy, critic), "saved_unchanged": saved_unchanged}
+
+
+def resume(*, folder: str, checkpoint: str, policy_layout: Layout, critic_layout: Layout) -> dict[str, Any]:
+    """Load into fresh models, after disturbing them, and go on."""
+    with distributed_runtime(timeout_s=60.0):
+        policy, critic = _pair(folder, policy_layout, critic_layout)
+        policy.update([random_batch(seed=99)])
+        extra = load_models(Path(checkpoint), {"policy": policy, "critic": critic})
+        return {**_go_on(policy, critic), "extra": extra}
+
+
+def _pair(folder: str, policy_layout: Layout, critic_layout: Layout) -> tuple[MegatronPolicy, MegatronCritic]:
+    groups = [ParallelContext.create(**x, timeout_s=60.0) for x in (policy_layout, critic_layout)]  # type: ignore[arg-type]
+    policy = MegatronPolicy(parallel=groups[0], **settings(folder))
+    return policy, MegatronCritic(parallel=groups[1], **settings(folder))
+
+
+def _go_on(policy: MegatronPolicy, critic: MegatronCritic) -> dict[str, Any]:
+    metrics = []
+    for step in (2, 3):
+        metrics += [critic.update([random_batch(seed=step)]), policy.update([random_batch(seed=step)])]
+    return {
+        "metrics": metrics,
+        "policy": full_parameters(policy),
+        "critic": full_parameters(critic),
+        "adam_steps": [_adam_steps(model) for model in (policy, critic)],
+    }
+
+
+def _adam_steps(model: MegatronPolicy | MegatronCritic) -> set[float]:
+    return {
+        float(state["step"])
+        for chained in model.trained.optimizer.chained_optimizers
+        for state in chained.optimizer.state.values()
+    }
+
+
+def load_error(*, folder: str, checkpoint: str) -> str:
+    """The message of CheckpointError when models of another shape load a checkpoint."""
+    with context({}) as parallel:
+        policy = MegatronPolicy(parallel=parallel, **settings(folder))
+        try:
+            load_models(Path(checkpoint), {"policy": policy})
+        except CheckpointError as error:
+            return str(error)
+    return "no error"
+
+
+def spoilt_update(*, kind: str, folder: str, layout: Layout, spoil: str) -> dict[str, Any]:
+    """An update whose second minibatch is bad: what was raised, and whether the bad one left the weights
+    alone.
+    """
+    with context(layout) as parallel:
+        model = build(kind, folder, parallel)
+        good, bad = random_batch(seed=0), random_batch(seed=1)
+        clean = build(kind, folder, parallel)
+        clean.update([good])
+        if spoil == "gradient":
+            # Every loss is finite, and the squared norm of the gradient overflows.
+            bad = bad.replace(advantages_BT=bad.advantages_BT * 1e30, returns_BT=bad.returns_BT * 1e18)  # type: ignore[operator]
+        else:
+            field = "returns_BT" if kind == "critic" else "advantages_BT"
+            tensor = getattr(bad, field).clone()
+            tensor[5, 5] = math.nan if spoil == "nan" else math.inf
+            bad = bad.replace(**{field: tensor})
+        error, ordinals = "none", ()
+        try:
+            model.update([good, bad])
+        except NonFiniteError as raised:
+            error, ordinals = str(raised), raised.ordinals
+        recovered = model.update([random_batch(seed=2)])
+        clean.trained.scheduler.step(-1)
+        expected = clean.update([random_batch(seed=2)])
+        return {
+            "error": error,
+            "ordinals": ordinals,
+            "same_as_clean": model.parameters_hash() == clean.parameters_hash(),
+            "metrics": (recovered, expected),
+        }
+
+
+def reference_is_frozen(*, folder: str, layout: Layout) -> dict[str, Any]:
+    """Reference log-probs before and after updates, next to the policy's."""
+    with context(layout) as parallel:
+        policy = MegatronPolicy(
+            parallel=parallel,
+            **settings(folder, reference=True, loss=PolicyLossSettings(reference_policy_kl_penalty=0.1)),
+        )
+        batch = random_batch()
+        initial = policy.logprobs(batch)
+        batch = batch.replace(ref_logprobs_BT=policy.reference_logprobs(batch))
+        metrics = policy.update([batch])
+        return {
+            "initial": initial,
+            "reference_before": batch.ref_logprobs_BT,
+            "reference_after": policy.reference_logprobs(batch),
+            "policy_after": policy.logprobs(batch),
+            "metrics": metrics,
+        }
+
+
+def hashes(*, folder: str, layout: Layout) -> dict[str, str]:
+    """Hash at the start, after scoring, after a critic update, after a policy update with a tiny learning
+    rate.
+    """
+    with context(layout) as parallel:
+        tiny = OptimizerSettings(lr=1e-7)
+        policy = MegatronPolicy(parallel=parallel, **settings(folder, optimizer=tiny))
+        critic = MegatronCritic(parallel=parallel, **settings(folder))
+        batch, found = random_batch(), {"start": policy.parameters_hash()}
+        policy.logprobs(batch)
+        found["scored"] = policy.parameters_hash()
+        critic.update([batch])
+        found["critic_updated"] = policy.parameters_hash()
+        policy.update([batch])
+        found["updated"] = policy.parameters_hash()
+        return found
+
+
+def score_rows(*, kind: str, folder: str, layout: Layout, rows: int) -> Tensor:
+    """Scores of the first `rows` sequences; any number of them."""
+    with context(layout) as parallel:
+        model = build(kind, folder, parallel)
+        return scored(model, random_batch().select(torch.arange(rows)))
+
+
+def layout_error(*, folder: str, layout: Layout) -> str:
+    """The message of ConfigError for a layout that does not fit."""
+    try:
+        with context(layout) as parallel:
+            MegatronPolicy(parallel=parallel, **settings(folder))
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def shim_leaves_torch_alone() -> dict[str, bool]:
+    """Things that patched torch factories could break for other libraries in the same process."""
+    with distributed_runtime():
+        with torch.device("meta"):
+            meta = torch.empty(2).is_meta and torch.zeros(2).is_meta
+        group_size = dist.get_world_size()
+    return {
+        "device context": meta,
+        "cpu type": torch.ones(1, dtype=torch.int64).type() == "torch.LongTensor",
+        "cast": torch.ones(1).type(torch.float64).dtype == torch.float64,
+        "no cuda": not torch.cuda.is_available(),
+        "job ended": group_size >= 1 and not dist.is_initialized(),
+    }

@@ -1,0 +1,192 @@
+"""Every layout trains exactly like one process: loss, gradient norm, parameters, values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.functional.worker_pair import WorkerPair
+
+pytestmark = pytest.mark.megatron
+
+JOBS = "tests.functional.mcore.jobs:"
+Layout = dict[str, int | bool]
+LAYOUTS: dict[str, Layout] = {
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "dp2": {},
+}
+# float32 sums in another order: relative differences of a few 1e-7 per reduction, grown over three steps.
+RELATIVE = 1e-5
+# Adam divides by the root of the second moment, so where the true gradient is 0 (key biases) it amplifies
+# rounding to the size of the learning rate, 1e-4: three such steps may differ by a small part of it.
+PARAMETER_ABSOLUTE = 1e-6
+# Values are read after the steps and sum over the whole network.
+VALUE_RELATIVE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def one_process(
+    workers: WorkerPair, tiny_model: Callable[[str], Path]
+) -> Callable[[str, str], dict[str, Any]]:
+    """The same training in one process; computed once per head and model kind."""
+    known: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def result(kind: str, model: str) -> dict[str, Any]:
+        if (kind, model) not in known:
+            folder = str(tiny_model(model))
+            known[kind, model] = workers.run_alone(JOBS + "train", kind=kind, folder=folder, layout={})
+        return known[kind, model]
+
+    return result
+
+
+def assert_same_training(seen: dict[str, Any], expected: dict[str, Any], prefix: str) -> None:
+    for step, (mine, theirs) in enumerate(zip(seen["metrics"], expected["metrics"], strict=True)):
+        assert mine.keys() == theirs.keys()
+        for name in (f"{prefix}/loss", f"{prefix}/grad_norm", f"{prefix}/lr"):
+            assert mine[name] == pytest.approx(theirs[name], rel=RELATIVE), f"{name} of step {step}"
+        for name, value in theirs.items():
+            # Divergences are differences of near-equal numbers, hence the absolute part.
+            assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-6), f"{name} of step {step}"
+    for name, tensor in expected["parameters"].items():
+        torch.testing.assert_close(
+            seen["parameters"][name],
+            tensor,
+            rtol=0.0,
+            atol=PARAMETER_ABSOLUTE,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
+    torch.testing.assert_close(seen["scores"], expected["scores"], rtol=VALUE_RELATIVE, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_of_two_ranks_trains_like_one_process(
+    workers: WorkerPair,
+    tiny_model: Callable[[str], Path],
+    one_process: Callable[[str, str], dict[str, Any]],
+    layout: str,
+    kind: str,
+) -> None:
+    folder = str(tiny_model("qwen2"))
+    ranks = workers.run(JOBS + "train", kind=kind, folder=folder, layout=LAYOUTS[layout])
+    expected = one_process(kind, "qwen2")
+    prefix = "train" if kind == "policy" else "train/critic"
+    for rank in ranks:
+        assert_same_training(rank, expected, prefix)
+    # Results are not only close but the same on every rank, so that all ranks take the same decisions.
+    assert ranks[0]["metrics"] == ranks[1]["metrics"]
+    assert torch.equal(ranks[0]["scores"], ranks[1]["scores"])
+    assert ranks[0]["hash"] == ranks[1]["hash"]
+
+
+@pytest.mark.parametrize("layout", ["tp2_sp", "pp2"])
+@pytest.mark.parametrize("model", ["qwen2_tied", "qwen3"])
+def test_tied_embeddings_and_query_key_norms_train_alike_in_every_layout(
+    workers: WorkerPair,
+    tiny_model: Callable[[str], Path],
+    one_process: Callable[[str, str], dict[str, Any]],
+    layout: str,
+    model: str,
+) -> None:
+    folder = str(tiny_model(model))
+    ranks = workers.run(JOBS + "train", kind="policy", folder=folder, layout=LAYOUTS[layout])
+    for rank in ranks:
+        assert_same_training(rank, one_process("policy", model), "train")
+
+
+def test_query_key_norms_without_sequence_parallelism_train_like_one_process(
+    workers: WorkerPair, tiny_model: Callable[[str], Path], one_process: Callable[[str, str], dict[str, Any]]
+) -> None:
+    # Their gradients differ per tensor rank even when the sequence is whole: each rank sees its heads only.
+    ranks = workers.run(JOBS + "train", kind="policy", folder=str(tiny_model("qwen3")), layout=LAYOUTS["tp2"])
+    assert_same_training(ranks[1], one_process("policy", "qwen3"), "train")
+
+
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_the_microbatch_size_changes_no_result(
+    workers: WorkerPair,
+    tiny_model: Callable[[str], Path],
+    one_process: Callable[[str, str], dict[str, Any]],
+    kind: str,
+    size: int,
+) -> None:
+    folder = str(tiny_model("qwen2"))
+    seen = workers.run_alone(JOBS + "train", kind=kind, folder=folder, layout={}, train_micro_batch_size=size)
+    prefix = "train" if kind == "policy" else "train/critic"
+    assert_same_training(seen, one_process(kind, "qwen2"), prefix)
+
+
+def test_policy_and_critic_may_have_different_layouts_on_the_same_ranks(
+    workers: WorkerPair, tiny_model: Callable[[str], Path]
+) -> None:
+    folder = str(tiny_model("qwen2"))
+    expected = workers.run_alone(JOBS + "train_both", folder=folder, policy_layout={}, critic_layout={})
+    ranks = workers.run(
+        JOBS + "train_both", folder=folder, policy_layout=LAYOUTS["tp2"], critic_layout=LAYOUTS["dp2"]
+    )
+    for seen in ranks:
+        for mine, theirs in zip(seen["metrics"], expected["metrics"], strict=True):
+            for name in mine:
+                if name.endswith(("loss", "grad_norm")):
+                    # The losses start near 0 (ratio 1, centred values), so an absolute floor is needed.
+                    assert mine[name] == pytest.approx(theirs[name], rel=RELATIVE, abs=1e-6), name
+        for model in ("policy", "critic"):
+            for name, tensor in expected[model].items():
+                torch.testing.assert_close(seen[model][name], tensor, rtol=0.0, atol=PARAMETER_ABSOLUTE)
+        torch.testing.assert_close(seen["values"], expected["values"], rtol=VALUE_RELATIVE, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+@pytest.mark.parametrize("rows", [1, 3, 7])
+def test_scoring_takes_any_number_of_sequences_in_every_layout(
+    workers: WorkerPair, tiny_model: Callable[[str], Path], rows: int, kind: str
+) -> None:
+    # Probes and last batches do not divide by the data-parallel size.
+    folder = str(tiny_model("qwen2"))
+    expected = workers.run_alone(JOBS + "score_rows", kind=kind, folder=folder, layout={}, rows=rows)
+    for seen in workers.run(JOBS + "score_rows", kind=kind, folder=folder, layout={}, rows=rows):
+        torch.testing.assert_close(seen, expected, rtol=0.0, atol=1e-5)
+
+
+def test_bf16_trains_close_to_fp32(
+    workers: WorkerPair, tiny_model: Callable[[str], Path], one_process: Callable[[str, str], dict[str, Any]]
+) -> None:
+    folder = str(tiny_model("qwen2"))
+    ranks = workers.run(JOBS + "train", kind="policy", folder=folder, layout={}, precision="bf16")
+    expected = one_process("policy", "qwen2")
+    for seen in ranks:
+        first, theirs = seen["metrics"][0], expected["metrics"][0]
+        # bfloat16 has 8 significant bits: 2^-8 = 0.4 % per rounding, several roundings deep, weights scaled
+        # up by 4.
+        assert first["train/loss"] == pytest.approx(theirs["train/loss"], rel=0.1)
+        assert first["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=0.1)
+        assert all(tensor.dtype == torch.bfloat16 for tensor in seen["parameters"].values())
+    assert ranks[0]["hash"] == ranks[1]["hash"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ({"tensor_model_parallel_size": 3}, ("tensor_model_parallel_size=3", "2 ranks")),
+        ({"sequence_parallel": True}, ("sequence_parallel", "> 1, got 1")),
+        ({"context_parallel_size": 2}, ("context_parallel_size=2", "not supported yet")),
+        ({"expert_model_parallel_size": 2}, ("expert_model_parallel_size=2", "not supported yet")),
+        (
+            {"virtual_pipeline_model_parallel_size": 2},
+            ("virtual_pipeline_model_parallel_size=2", "not supported"),
+        ),
+    ],
+)
+def test_a_layout_that_cannot_work_is_refused_with_its_key(
+    workers: WorkerPair, tiny_model: Callable[[str], Path], layout: Layout, words: tuple[str, ...]
+) -> None:
+    for message in workers.run(JOBS + "layout_error", folder=str(tiny_model("qwen2")), layout=layout):
+        assert all(word in message for word in words), message

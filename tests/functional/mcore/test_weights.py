@@ -1,0 +1,83 @@
+"""Weights in and out: the same logits as transformers, the same bits as the files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.functional.worker_pair import WorkerPair
+
+pytestmark = pytest.mark.megatron
+
+JOBS = "tests.functional.mcore.jobs:"
+KINDS = ["qwen2", "qwen2_tied", "qwen2_odd_vocab", "qwen3", "llama", "llama3_rope"]
+TP2 = {"tensor_model_parallel_size": 2}
+TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+# float32 through two layers in another order of sums; logits are of order 1 to 10.
+LOGIT_ABSOLUTE = 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_equal_those_of_transformers(
+    workers: WorkerPair, tiny_model: Callable[[str], Path], kind: str
+) -> None:
+    folder = str(tiny_model(kind))
+    assert workers.run_alone(JOBS + "logit_difference", folder=folder, layout={}) < LOGIT_ABSOLUTE
+    assert max(workers.run(JOBS + "logit_difference", folder=folder, layout=TP2_SP)) < LOGIT_ABSOLUTE
+
+
+@pytest.mark.parametrize("layout", [{}, TP2, PP2], ids=["one", "tp2", "pp2"])
+@pytest.mark.parametrize(("kind", "temperature"), [("qwen2_odd_vocab", 1.0), ("qwen2_tied", 0.7)])
+def test_logprobs_and_entropy_equal_those_of_transformers_at_the_temperature(
+    workers: WorkerPair,
+    tiny_model: Callable[[str], Path],
+    kind: str,
+    temperature: float,
+    layout: dict[str, int],
+) -> None:
+    job, arguments = JOBS + "logprob_and_entropy_difference", {"folder": str(tiny_model(kind))}
+    results = (
+        workers.run(job, layout=layout, temperature=temperature, **arguments)
+        if layout
+        else [workers.run_alone(job, layout=layout, temperature=temperature, **arguments)]
+    )
+    for result in results:
+        assert result["logprobs"] < 1e-4
+        assert result["at_one"] < 1e-4
+        assert result["entropy"] < 1e-5  # a mean over tokens, so rounding averages out
+        assert result["first_column"] == 0.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_export_gives_back_the_files_bit_by_bit(
+    workers: WorkerPair, tiny_model: Callable[[str], Path], kind: str
+) -> None:
+    folder = str(tiny_model(kind))
+    for layout in (TP2, PP2):
+        for wrong in workers.run(JOBS + "export_mismatches", folder=folder, layout=layout):
+            assert wrong == []
+
+
+def test_a_folder_of_several_files_with_an_index_loads(workers: WorkerPair, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    workers.run_alone(JOBS + "make_model", folder=folder, kind="qwen2", max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert workers.run_alone(JOBS + "export_mismatches", folder=folder, layout={}) == []
+
+
+def test_a_frozen_policy_keeps_its_hash_and_the_smallest_update_changes_it(
+    workers: WorkerPair, tiny_model: Callable[[str], Path]
+) -> None:
+    folder = str(tiny_model("qwen2"))
+    ranks = workers.run(JOBS + "hashes", folder=folder, layout=TP2)
+    assert ranks[0] == ranks[1]
+    found = ranks[0]
+    assert found["start"] == found["scored"] == found["critic_updated"]
+    assert found["updated"] != found["start"]
+
+
+def test_patched_torch_still_serves_other_libraries(workers: WorkerPair) -> None:
+    assert all(workers.run_alone(JOBS + "shim_leaves_torch_alone").values())
