@@ -123,7 +123,7 @@ def _yaml_body(section: type[BaseModel], values: dict[str, object]) -> str:
             continue
         value = values.get(name, _default(field, name, section))
         unit = _unit(field)
-        lines.append(_comment(f"{field.description}{f' In {unit}.' if unit else ''}"))
+        lines.append(_comment(f"{field.description}{f' [{unit}]' if unit else ''}"))
         lines.append(yaml.safe_dump({name: value}, width=10_000, allow_unicode=True))
     return "".join(lines)
 
@@ -188,7 +188,7 @@ def _section_text(name: str, section: type[BaseModel]) -> Iterator[str]:
         default = _default(field, key, section)
         shown = "mandatory" if default == "???" else f"`{_shown(default)}`"
         unit = _unit(field)
-        purpose = f"{field.description}{f' In {unit}.' if unit else ''}".replace("|", "\\|")
+        purpose = f"{field.description}{f' [{unit}]' if unit else ''}".replace("|", "\\|")
         yield f"| `{name}.{key}` | {shown} | {_type(field)} | {purpose} |"
     yield ""
     # Both models have the same keys there; they are described once.
