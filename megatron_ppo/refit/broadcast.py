@@ -111,7 +111,9 @@ class BroadcastRefit:
             cause = error
         failure = self._agree(None if cause is None else f"{type(cause).__name__}: {cause}")
         if failure is not None:
-            self.close()
+            if self._group is not None:
+                self._group.abandon(failure)
+                self._group = None
             raise RefitError(f"refit to version {version} failed while {doing}: {failure}") from cause
 
     def _join(self) -> None:

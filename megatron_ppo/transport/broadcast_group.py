@@ -14,8 +14,10 @@ from __future__ import annotations
 import ipaddress
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -33,6 +35,8 @@ _ACCEPTED = b"accepted"
 # the receiving engine needs.
 _POLL_MIN_S = 0.0002
 _POLL_MAX_S = 0.01
+_ABANDONED = "abandoned"
+_ABANDONED_LOOK_S = 0.5
 
 CheckPeers = Callable[[], None]
 
@@ -108,13 +112,14 @@ class BroadcastGroup:
                 store.tcp_store if store else dist.TCPStore(spec.host, spec.port, None, False, timeout)
             )
             self._store = dist.PrefixStore(f"refit_{spec.generation}", tcp_store)
-            self._group = _process_group(spec, self._store, rank, device)
+            self._group: dist.Backend | None = _process_group(spec, self._store, rank, device)
         except RuntimeError as error:  # DistStoreError and gloo's errors both derive from it
             raise RefitError(
                 f"rank {rank} could not join refit group generation {spec.generation} of {spec.world_size} "
                 f"members at {spec.host}:{spec.port} within {spec.timeout_s:.0f} s: {error}"
             ) from error
         self._transfer = 0
+        self._is_moving = False
 
     def offer_manifest(self, digest: str, *, check_peers: CheckPeers | None = None) -> None:
         """Sender: publish the digest and wait until every receiver has accepted it.
@@ -152,15 +157,19 @@ class BroadcastGroup:
         """Send (rank 0) or receive (other ranks) one contiguous uint8 buffer; returns when it may be reused.
 
         Raises: RefitError when the transfer fails, WaitTimeoutError after `spec.timeout_s`, or whatever
-            `check_peers` raises. The group is unusable afterwards: close it and form a new generation.
+            `check_peers` raises. The group is unusable afterwards: abandon it and form a new generation.
         """
         options = dist.BroadcastOptions()
         options.rootRank = SENDER_RANK
         options.rootTensor = 0
+        if self._group is None:
+            raise RefitError(f"refit group generation {self.spec.generation} is closed")
+        self._is_moving = True
         try:
             work = self._group.broadcast([buffer], options)
             self._poll(work.is_completed, f"the broadcast of {buffer.numel()} bytes", check_peers)
             work.wait()
+            self._is_moving = False
         except RuntimeError as error:
             raise RefitError(
                 f"broadcast of {buffer.numel()} bytes failed on refit group rank {self.rank}, "
@@ -170,12 +179,24 @@ class BroadcastGroup:
             # wait() only orders the current stream behind NCCL; the caller overwrites or frees the buffer.
             torch.cuda.current_stream(self.device).synchronize()
 
+    def abandon(self, reason: str) -> None:
+        """Give the group up after a failure and tell the other members, whose waits end within a second."""
+        with suppress(RuntimeError):  # the store, or the connection to it, may be what failed
+            self._store.set(_ABANDONED, f"rank {self.rank}: {reason}")
+        self.close()
+
     def close(self) -> None:
         """Drop the connections. Harmless when repeated, and after a failed broadcast."""
-        group, self._group = getattr(self, "_group", None), None
-        if group is not None:
-            # A pending transfer would otherwise keep the destructor waiting for the full timeout.
+        group, self._group = self._group, None
+        if group is None:
+            return
+        if self.spec.backend == "nccl":
             group.abort()
+        elif self._is_moving:
+            # gloo's destructor waits for a pending transfer until that times out; nothing can cancel it.
+            dropper = threading.Thread(target=_drop, args=([group],), name="refit-group-drop", daemon=True)
+            del group
+            dropper.start()
 
     def _next_transfer(self) -> int:
         self._transfer += 1
@@ -183,10 +204,19 @@ class BroadcastGroup:
 
     def _poll(self, done: Callable[[], bool], what: str, check_peers: CheckPeers | None) -> None:
         started, pause_s = time.monotonic(), _POLL_MIN_S
+        next_look_s = _ABANDONED_LOOK_S
         while not done():
             if check_peers is not None:
                 check_peers()
-            if (waited_s := time.monotonic() - started) > self.spec.timeout_s:
+            waited_s = time.monotonic() - started
+            if waited_s > next_look_s:
+                next_look_s += _ABANDONED_LOOK_S
+                if self._store.check([_ABANDONED]):
+                    reason = self._store.get(_ABANDONED).decode()
+                    raise RefitError(
+                        f"refit group generation {self.spec.generation} was abandoned by {reason}"
+                    )
+            if waited_s > self.spec.timeout_s:
                 raise WaitTimeoutError(
                     f"refit group rank {self.rank}, generation {self.spec.generation}: "
                     f"waited {waited_s:.0f} s for {what}; the limit is {self.spec.timeout_s:.0f} s"
@@ -199,7 +229,8 @@ def _process_group(spec: RefitGroupSpec, store: dist.Store, rank: int, device: t
     timeout = timedelta(seconds=spec.timeout_s)
     if spec.backend == "nccl":
         nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = timeout
+        # Later than this module's own limit, because NCCL's watchdog ends the whole process instead of raising.
+        nccl._timeout = 2 * timeout
         torch.cuda.set_device(device)
         return dist.ProcessGroupNCCL(store, rank, spec.world_size, nccl)
     if spec.backend != "gloo":
@@ -211,6 +242,10 @@ def _process_group(spec: RefitGroupSpec, store: dist.Store, rank: int, device: t
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=spec.host)]
     gloo._timeout = timeout
     return dist.ProcessGroupGloo(store, rank, spec.world_size, gloo)
+
+
+def _drop(holder: list[dist.Backend]) -> None:
+    holder.clear()
 
 
 def _is_loopback(host: str) -> bool:

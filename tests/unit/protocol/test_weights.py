@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,7 +48,7 @@ def test_tensors_of_a_bucket_are_aligned_do_not_overlap_and_fit(manifest: Weight
 @given(_manifests)
 def test_a_bucket_is_closed_only_when_the_next_tensor_does_not_fit(manifest: WeightManifest):
     buckets = list(manifest.buckets())
-    for bucket, following in zip(buckets, buckets[1:], strict=False):
+    for bucket, following in pairwise(buckets):
         start = -(-bucket.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         assert start + following.tensors[0].num_bytes > manifest.bucket_bytes
 

@@ -39,8 +39,7 @@ def _group_of(
             group.close()
 
     with ThreadPoolExecutor(1 + receivers) as pool:
-        futures = [pool.submit(member, rank) for rank in range(1 + receivers)]
-    return futures
+        return [pool.submit(member, rank) for rank in range(1 + receivers)]
 
 
 def _receive(size: int) -> Callable[[BroadcastGroup], torch.Tensor]:
@@ -163,5 +162,5 @@ def test_a_source_that_disagrees_with_its_metadata_is_named(yielded: list[torch.
 
 
 def test_a_dtype_that_no_refit_carries_is_named():
-    with pytest.raises(RefitError, match="tensor w has dtype torch.int64"):
+    with pytest.raises(RefitError, match=r"tensor w has dtype torch\.int64"):
         tensor_meta("w", torch.zeros(2, dtype=torch.int64))

@@ -1,0 +1,233 @@
+"""The refit over real gloo broadcasts: two trainer ranks as threads, engines that only receive."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ppo.protocol.errors import RefitError
+from megatron_ppo.protocol.weights import RefitGroupSpec, TensorMeta, WeightManifest
+from megatron_ppo.refit.broadcast import BroadcastRefit
+from megatron_ppo.transport.broadcast_group import BroadcastGroup, BroadcastStore
+from megatron_ppo.transport.buckets import tensor_meta, views_of_bucket
+
+CPU = torch.device("cpu")
+TIMEOUT_S = 20.0
+
+
+class Source:
+    """Tensors that differ with `version`; counts how far each pass went. `fail_at` breaks the gather."""
+
+    def __init__(self, *, surplus: int = 0) -> None:
+        self.version = 0
+        self.yielded: list[int] = []
+        self.fail_at: int | None = None
+        self._surplus = surplus
+
+    def tensors(self) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(self.version)
+        return {f"layer.{i}": torch.randn(i + 1, 30, generator=generator) for i in range(6)}
+
+    def weight_metadata(self) -> tuple[TensorMeta, ...]:
+        return tuple(tensor_meta(name, tensor) for name, tensor in self.tensors().items())
+
+    def full_weights(self) -> Iterator[Tensor]:
+        self.yielded.append(0)
+        for position, tensor in enumerate([*self.tensors().values(), *[torch.zeros(1)] * self._surplus]):
+            if position == self.fail_at:
+                raise ValueError("the gather failed")
+            self.yielded[-1] += 1
+            yield tensor
+
+
+class Calls:
+    """`refit.fleet.PendingCalls` over futures."""
+
+    def __init__(self, futures: list[Future[None]]) -> None:
+        self._futures = futures
+
+    def raise_if_failed(self) -> None:
+        for future in self._futures:
+            if future.done():
+                future.result()
+
+    def wait(self, *, timeout_s: float) -> None:
+        for future in self._futures:
+            future.result(timeout_s)
+
+
+class Fleet:
+    """Engines that receive over the real group, and refuse what a real engine would refuse."""
+
+    def __init__(self, engines: int = 2) -> None:
+        self.num_workers = engines
+        self.held: list[dict[str, Tensor]] = [{} for _ in range(engines)]
+        self.calls: list[str] = []
+        self.break_engine_at: int | None = None
+        self._groups: list[BroadcastGroup] = []
+        self._pool = ThreadPoolExecutor(2 * engines)
+
+    def join_refit_group(self, spec: RefitGroupSpec) -> Calls:
+        self.calls.append(f"join {spec.generation}")
+        assert spec.world_size == 1 + self.num_workers
+        self._groups = []
+
+        def join(rank: int) -> None:
+            self._groups.append(BroadcastGroup(spec, rank=rank, device=CPU))
+
+        return Calls([self._pool.submit(join, spec.rank_offset + i) for i in range(self.num_workers)])
+
+    def begin_refit(self, *, mode: str, timeout_s: float) -> None:
+        self.calls.append(f"begin {mode}")
+
+    def receive_weights(self, manifest: WeightManifest) -> Calls:
+        self.calls.append("receive")
+
+        def receive(engine: int, group: BroadcastGroup) -> None:
+            group.accept_manifest(manifest.digest())
+            for position, bucket in enumerate(manifest.buckets()):
+                if engine == 0 and position == self.break_engine_at:
+                    raise RefitError("engine 0 is out of memory")
+                buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+                group.broadcast(buffer)
+                self.held[engine] |= dict(views_of_bucket(bucket, buffer))
+
+        assert len(self._groups) == self.num_workers, "receive before join"
+        return Calls([self._pool.submit(receive, i, group) for i, group in enumerate(self._groups)])
+
+    def commit_refit(self, *, version: int, recompute_kv: bool, timeout_s: float) -> None:
+        self.calls.append(f"commit {version} recompute={recompute_kv}")
+
+
+class Meeting:
+    """`refit.agreement` between threads."""
+
+    def __init__(self, ranks: int) -> None:
+        self._barrier = threading.Barrier(ranks)
+        self._errors: dict[int, str | None] = {}
+
+    def of(self, rank: int) -> Callable[[str | None], str | None]:
+        def agree(error: str | None) -> str | None:
+            self._errors[rank] = error
+            self._barrier.wait(TIMEOUT_S)
+            first = next((text for _, text in sorted(self._errors.items()) if text is not None), None)
+            self._barrier.wait(TIMEOUT_S)
+            return first
+
+        return agree
+
+
+class Ranks:
+    """Two trainer ranks, each with its own view of the source."""
+
+    def __init__(self, fleet: Fleet, **kwargs: object) -> None:
+        meeting = Meeting(2)
+        self.sources = [Source(), Source()]
+        self._refits = [
+            BroadcastRefit(
+                source=self.sources[rank],
+                sink=None if rank else fleet,
+                store=None if rank else BroadcastStore(timeout_s=TIMEOUT_S),
+                bucket_bytes=500,
+                timeout_s=TIMEOUT_S,
+                agree=meeting.of(rank),
+                **kwargs,
+            )
+            for rank in range(2)
+        ]
+
+    def push(self, version: int) -> list[Future[object]]:
+        for source in self.sources:
+            source.version = version
+        with ThreadPoolExecutor(2) as pool:
+            return [pool.submit(refit.push, version=version) for refit in self._refits]
+
+
+def _assert_holds(fleet: Fleet, source: Source) -> None:
+    for held in fleet.held:
+        assert list(held) == list(source.tensors())
+        assert all(torch.equal(held[name], tensor) for name, tensor in source.tensors().items())
+
+
+def test_every_engine_holds_the_sources_bits_after_every_push():
+    fleet = Fleet()
+    ranks = Ranks(fleet, in_flight=True, recompute_kv=True)
+    for version in (1, 2):
+        on_rank_0, on_rank_1 = (future.result() for future in ranks.push(version))
+        _assert_holds(fleet, ranks.sources[0])
+        assert on_rank_0["refit/bytes"] == sum(t.numel() * 4 for t in ranks.sources[0].tensors().values())
+        assert on_rank_0["refit/total_s"] >= on_rank_0["refit/pause_s"] >= on_rank_0["refit/transfer_s"] > 0
+        assert on_rank_1 == {}
+    assert fleet.calls == [
+        "join 1",
+        *["begin keep", "receive", "commit 1 recompute=True"],
+        *["begin keep", "receive", "commit 2 recompute=True"],
+    ]
+
+
+def test_without_in_flight_updates_the_engines_drain():
+    fleet = Fleet()
+    for future in Ranks(fleet).push(1):
+        future.result()
+    assert fleet.calls == ["join 1", "begin drain", "receive", "commit 1 recompute=False"]
+
+
+@pytest.mark.parametrize("bucket", [0, 1])
+def test_an_engines_error_reaches_every_rank_at_once_and_every_rank_finishes_its_gathers(bucket: int):
+    fleet = Fleet()
+    fleet.break_engine_at = bucket
+    ranks = Ranks(fleet)
+    started = time.monotonic()
+    for future in ranks.push(1):
+        with pytest.raises(RefitError, match=r"version 1 failed while sending.*engine 0 is out of memory"):
+            future.result()
+    assert time.monotonic() - started < TIMEOUT_S / 2, "the error was noticed only by the timeout"
+    assert [source.yielded for source in ranks.sources] == [[6], [6]]
+    assert not any(call.startswith("commit") for call in fleet.calls)
+
+
+def test_a_push_after_a_failed_one_forms_a_new_generation_and_repairs_the_engines():
+    fleet = Fleet()
+    fleet.break_engine_at = 1
+    ranks = Ranks(fleet)
+    for future in ranks.push(1):
+        assert isinstance(future.exception(), RefitError)
+    fleet.break_engine_at = None
+    for future in ranks.push(2):
+        future.result()
+    assert [call for call in fleet.calls if call.startswith(("join", "commit"))] == [
+        "join 1",
+        "join 2",
+        "commit 2 recompute=False",
+    ]
+    _assert_holds(fleet, ranks.sources[0])
+
+
+def test_a_gather_that_fails_on_another_rank_fails_the_refit_on_rank_0():
+    fleet = Fleet()
+    ranks = Ranks(fleet)
+    ranks.sources[1].fail_at = 3
+    for future in ranks.push(1):
+        with pytest.raises(RefitError, match="ValueError: the gather failed"):
+            future.result()
+    assert not any(call.startswith("commit") for call in fleet.calls)
+
+
+def test_a_source_with_more_tensors_than_its_metadata_is_refused():
+    fleet = Fleet()
+    refit = BroadcastRefit(
+        source=Source(surplus=2), sink=fleet, store=BroadcastStore(timeout_s=TIMEOUT_S), timeout_s=TIMEOUT_S
+    )
+    with pytest.raises(RefitError, match="2 more tensors than its metadata lists"):
+        refit.push(version=1)
+
+
+def test_rank_0_without_a_store_is_refused():
+    with pytest.raises(ValueError, match="needs both sink and store"):
+        BroadcastRefit(source=Source(), sink=Fleet(), store=None)
