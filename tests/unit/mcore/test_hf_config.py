@@ -1,0 +1,159 @@
+"""What is read from config.json, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ppo.mcore.hf_config import HFModelConfig, Llama3RopeScaling, map_hf_config, read_hf_config
+from megatron_ppo.protocol.errors import ConfigError
+
+QWEN2: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 192,
+    "vocab_size": 61,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_theta": 1e5, "rope_type": "default"},
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
+
+
+def mapped(**changes: Any) -> HFModelConfig:
+    return map_hf_config({**QWEN2, **changes}, source="config.json")
+
+
+def test_every_field_is_mapped() -> None:
+    assert mapped() == HFModelConfig(
+        architecture="Qwen2ForCausalLM",
+        vocab_size=61,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        ffn_hidden_size=192,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=64,
+        tied=True,
+        qkv_bias=True,
+        qk_norm=False,
+        rope_theta=1e5,
+        rope_scaling=None,
+    )
+
+
+def test_architectures_differ_in_biases_norms_and_head_dimension() -> None:
+    llama = mapped(architectures=["LlamaForCausalLM"])
+    qwen3 = mapped(architectures=["Qwen3ForCausalLM"])
+    assert (llama.qkv_bias, llama.qk_norm, llama.head_dim) == (False, False, 16)
+    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
+    assert mapped(architectures=["Qwen3ForCausalLM"], head_dim=32).head_dim == 32
+
+
+def test_untied_is_the_default_of_these_architectures() -> None:
+    without = {key: value for key, value in QWEN2.items() if key != "tie_word_embeddings"}
+    assert map_hf_config(without, source="x").tied is False
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+        {"rope_theta": 5e5, "rope_scaling": None, "rope_parameters": None},
+    ],
+)
+def test_both_spellings_of_the_rope_base_are_read(rope: dict[str, Any]) -> None:
+    assert mapped(**rope).rope_theta == 5e5
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_llama3_scaling_is_read_from_old_and_new_files(key: str) -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    expected = Llama3RopeScaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    )
+    raw = {**QWEN2, "rope_parameters": None, "rope_theta": 5e5, key: scaling}
+    config = map_hf_config(raw, source="x")
+    assert config.rope_scaling == expected
+    assert config.rope_theta == 5e5
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, ("GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM")),
+        ({"architectures": None}, ("architecture None",)),
+        ({"use_sliding_window": True}, ("use_sliding_window", "True")),
+        ({"attention_bias": True}, ("attention_bias", "False")),
+        ({"mlp_bias": True}, ("mlp_bias",)),
+        ({"hidden_act": "gelu"}, ("hidden_act", "gelu", "silu")),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, ("yarn", "default, llama3")),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, ("low_freq_factor is missing",)),
+        ({"num_key_value_heads": 3}, ("num_attention_heads=4", "num_key_value_heads=3")),
+        ({"hidden_size": 0}, ("hidden_size", "positive", "0")),
+        ({"vocab_size": None}, ("vocab_size is missing",)),
+        ({"num_hidden_layers": 2.5}, ("num_hidden_layers", "2.5")),
+    ],
+)
+def test_a_model_that_would_be_mapped_wrongly_is_refused(
+    changes: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        mapped(**changes)
+    assert all(word in str(error.value) for word in ("config.json", *words)), str(error.value)
+
+
+def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        read_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        read_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2))
+    assert read_hf_config(tmp_path) == mapped()
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "changes", "words"),
+    [
+        (3, 1, {}, ("tensor_model_parallel_size=3", "num_attention_heads=4")),
+        (4, 1, {}, ("tensor_model_parallel_size=4", "num_key_value_heads=2")),
+        (2, 1, {"intermediate_size": 191}, ("tensor_model_parallel_size=2", "intermediate_size=191")),
+        (1, 4, {}, ("pipeline_model_parallel_size=4", "num_hidden_layers=2")),
+        (4, 1, {"num_key_value_heads": 4, "vocab_size": 6}, ("rank without any", "6 entries")),
+    ],
+)
+def test_a_cut_that_does_not_fit_the_model_is_refused(
+    tp: int, pp: int, changes: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        mapped(**changes).check_parallelism(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_cut_that_fits_is_accepted_and_pads_the_vocabulary() -> None:
+    config = mapped()
+    config.check_parallelism(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    assert [config.padded_vocab_size(tp) for tp in (1, 2, 4)] == [61, 62, 64]
+
+
+def test_reading_a_config_imports_no_torch() -> None:
+    code = "import sys, megatron_ppo.mcore.hf_config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -1,0 +1,53 @@
+"""Which ranks form which group."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ppo.mcore.parallel import RankLayout
+
+SIZES = st.integers(min_value=1, max_value=4)
+
+
+@given(tensor=SIZES, data=SIZES, pipeline=SIZES)
+def test_each_kind_of_group_covers_every_rank_once(tensor: int, data: int, pipeline: int) -> None:
+    layout = RankLayout(tensor=tensor, data=data, pipeline=pipeline)
+    world = list(range(tensor * data * pipeline))
+    kinds = {
+        tensor: layout.tensor_groups(),
+        data: layout.data_groups(),
+        pipeline: layout.pipeline_groups(),
+        tensor * pipeline: layout.model_groups(),
+    }
+    for groups in kinds.values():
+        assert sorted(rank for group in groups for rank in group) == world
+    for groups, size in (
+        (layout.tensor_groups(), tensor),
+        (layout.data_groups(), data),
+        (layout.pipeline_groups(), pipeline),
+        (layout.model_groups(), tensor * pipeline),
+    ):
+        assert all(len(group) == size for group in groups)
+
+
+@given(tensor=SIZES, data=SIZES, pipeline=SIZES)
+def test_two_ranks_share_at_most_one_kind_of_line(tensor: int, data: int, pipeline: int) -> None:
+    # Coordinates are unique, so a tensor and a data group have exactly one rank in common, or none.
+    layout = RankLayout(tensor=tensor, data=data, pipeline=pipeline)
+    for first in layout.tensor_groups():
+        for second in layout.data_groups():
+            assert len(set(first) & set(second)) <= 1
+
+
+def test_tensor_ranks_are_neighbours_and_stages_are_far_apart() -> None:
+    layout = RankLayout(tensor=2, data=2, pipeline=2)
+    assert layout.tensor_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert layout.data_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert layout.pipeline_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert layout.model_groups() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_only_first_and_last_stage_share_embeddings() -> None:
+    assert RankLayout(tensor=1, data=1, pipeline=4).embedding_groups() == [[0, 3]]
+    assert RankLayout(tensor=1, data=1, pipeline=1).embedding_groups() == [[0]]
