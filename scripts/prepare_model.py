@@ -21,7 +21,8 @@ from megatron_ppo.protocol.errors import ConfigError, MegatronPPOError  # noqa: 
 from megatron_ppo.warm_start.cache import prepare, read_facts  # noqa: E402
 from megatron_ppo.warm_start.recipe import RECIPES, Recipe, override  # noqa: E402
 
-DEFAULT_CACHE_DIR = Path(__file__).resolve().parent.parent / "models"
+# The default of cluster.model_cache_dir, so that a run finds what was prepared here.
+DEFAULT_CACHE_DIR = Path("~/.cache/megatron_ppo/models")
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_ppo.protocol.errors import ConfigError
 
@@ -155,8 +155,10 @@ def override(recipe: Recipe, assignment: str) -> Recipe:
         known = ", ".join(field.name for field in dataclasses.fields(recipe))
         raise ConfigError(f"recipe override {assignment!r} must be FIELD=VALUE with FIELD one of: {known}")
     kind = type(getattr(recipe, name))
+    value: Any
     try:
         value = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
     except (ValueError, KeyError):
         raise ConfigError(f"recipe.{name} must be of type {kind.__name__}, got {text!r}") from None
-    return dataclasses.replace(recipe, **{name: value})
+    changes: dict[str, Any] = {name: value}
+    return dataclasses.replace(recipe, **changes)
