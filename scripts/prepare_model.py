@@ -17,9 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_ppo.protocol.errors import ConfigError, MegatronPPOError  # noqa: E402
-from megatron_ppo.warm_start.cache import prepare, read_facts  # noqa: E402
-from megatron_ppo.warm_start.recipe import RECIPES, Recipe, override  # noqa: E402
+from megatron_ppo.protocol.errors import ConfigError, MegatronPPOError
+from megatron_ppo.warm_start.cache import prepare, read_facts
+from megatron_ppo.warm_start.recipe import RECIPES, Recipe, override
 
 # The default of cluster.model_cache_dir, so that a run finds what was prepared here.
 DEFAULT_CACHE_DIR = Path("~/.cache/megatron_ppo/models")
