@@ -10,7 +10,6 @@ from megatron_ppo.config.derived import Derived, ParallelSizes
 from megatron_ppo.config.model_sections import SchedulerSection, TrainedModelSection
 from megatron_ppo.config.schema import RunConfig
 from megatron_ppo.config.targets import build, resolve
-
 from megatron_ppo.mcore.checkpoint import ModelCheckpoints
 from megatron_ppo.mcore.critic import MegatronCritic
 from megatron_ppo.mcore.parallel import ParallelContext

@@ -20,7 +20,7 @@ def age_metrics(groups: Sequence[PromptGroup], *, schedule: AsyncSchedule, step:
 
     Raises:
         StaleGroupError when a token is older than the schedule allows: the buffer's gate is broken.
-        GroupMismatchError when a group was reserved for another step, or is newer than the learner.
+        GroupMismatchError when a group was reserved for another step, or a token is newer than the learner.
     """
     ages: list[int] = []
     for group in groups:
@@ -30,14 +30,15 @@ def age_metrics(groups: Sequence[PromptGroup], *, schedule: AsyncSchedule, step:
             )
         for trajectory in group.trajectories:
             age = schedule.age(generation_version=trajectory.min_version, target_step=step)
+            newest = trajectory.max_version
             if age > schedule.max_trajectory_age_steps:
                 raise StaleGroupError(
                     f"group of ordinal {group.ordinal} has age {age} versions at step {step}; "
                     f"schedule.max_trajectory_age_steps allows {schedule.max_trajectory_age_steps}"
                 )
-            if age < 0:
+            if schedule.age(generation_version=newest, target_step=step) < 0:
                 raise GroupMismatchError(
-                    f"group of ordinal {group.ordinal} was sampled by version {trajectory.min_version}, "
+                    f"group of ordinal {group.ordinal} was sampled by version {newest}, "
                     f"but the learner at step {step} holds version {schedule.version_at(step)}"
                 )
             ages.append(age)

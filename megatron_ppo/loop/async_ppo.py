@@ -147,7 +147,7 @@ def _batch(
                 f"step {step + 1} took {len(batch)} sequences, expected exactly {expected}"
             )
         if not batch.reward_B.isfinite().all():
-            bad = tuple(batch.ordinal_B[~batch.reward_B.isfinite()].unique().tolist())
+            bad = tuple(sorted(set(batch.ordinal_B[~batch.reward_B.isfinite()].tolist())))
             raise NonFiniteError(f"step {step + 1}: a reward is NaN or infinite, prompt ordinals {bad}", bad)
         if run.overlong_filtering:
             batch = batch.replace(sample_mask_B=batch.sample_mask_B & ~batch.truncated_B)

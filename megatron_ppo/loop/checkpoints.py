@@ -1,15 +1,18 @@
 """Checkpoints as files: what a step's folder holds, how it becomes visible, which ones stay.
 
 A folder `step_K` (K completed steps) is written as `tmp_step_K`, flushed to disk and renamed; `latest` moves last.
-So every `step_K` is complete, whenever the process was killed.
+One that has to go is renamed before it is deleted. So every `step_K` is complete, whenever the process was killed.
 
-Invariant: the replay snapshot and the weights of one folder belong to the same step boundary.
+Invariants: the replay snapshot and the weights of one folder belong to the same step boundary; no prompt is lost or
+trained twice by a resume, whether the finished groups are restored or not.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
+import math
 import os
 import shutil
 import time
@@ -20,6 +23,7 @@ from typing import Protocol
 from megatron_ppo.loop.ports import Metrics
 from megatron_ppo.loop.validation import OnRankZero
 from megatron_ppo.protocol.errors import CheckpointError
+from megatron_ppo.replay.state import from_json, to_json
 
 logger = logging.getLogger(__name__)
 
@@ -27,13 +31,16 @@ FORMAT_VERSION = 1
 INFO_FILE = "training_info.json"
 REPLAY_FILE = "replay_buffer.json"
 LATEST_FILE = "latest"
+INFO_KEYS = frozenset(
+    {"format_version", "step", "weight_version", "identity", "metric", "metric_value", "prompts"}
+)
 
 
 class ModelStore(Protocol):
     """Saves and loads policy and critic with their optimizers; collective over all ranks."""
 
     def save(self, folder: Path) -> None:
-        """Write into the existing, empty `folder`."""
+        """Write into the existing `folder`. Returns, or raises, on every rank; every rank's files are complete."""
         ...
 
     def load(self, folder: Path) -> None:
@@ -61,7 +68,8 @@ class RunCheckpoints:
         keep: how many of the newest to keep.   metric: of which the best checkpoint is kept as well, the
             largest or the smallest by `higher_is_better`.
         identity: what must be equal to continue (seed, model, task); compared on restore.
-        load_replay_buffer: False regenerates the whole window instead of restoring finished groups.
+        load_replay_buffer: False regenerates the whole window instead of restoring finished groups; so does a
+            missing file of groups. The position in the prompt stream is restored in any case.
     """
 
     def __init__(
@@ -107,7 +115,7 @@ class RunCheckpoints:
         """Save after `step` completed steps."""
         started = time.monotonic()
         temporary, final = self._folder / f"tmp_step_{step}", self._folder / f"step_{step}"
-        self._on_rank_zero(f"start of checkpoint {step}", lambda: _fresh_folder(temporary))
+        self._on_rank_zero(f"start of checkpoint {step}", lambda: self._begin(temporary))
         # The learner is here, so nothing is trained between the snapshot and the weights; groups that land
         # meanwhile are pending in the snapshot and are generated again after a restore.
         self._on_rank_zero(
@@ -122,7 +130,7 @@ class RunCheckpoints:
             return None
         for folder in sorted(self._folder.glob("step_*"), key=_step_of, reverse=True):
             try:
-                info = json.loads((folder / INFO_FILE).read_text())
+                info = _read_info(folder)
             except (OSError, ValueError) as error:
                 logger.warning("skipping torn checkpoint %s: %s", folder, error)
                 continue
@@ -143,21 +151,28 @@ class RunCheckpoints:
 
     def _restore_replay(self, checkpoint: str | None, step: int) -> None:
         assert self._replay is not None, "only rank 0 holds the replay buffer"
-        snapshot = None
-        if checkpoint is not None:
-            path = self._folder / checkpoint / REPLAY_FILE
-            if path.exists():
-                snapshot = path.read_text()
-            else:
-                logger.warning("%s is missing; starting with an empty replay buffer", path)
-        if snapshot is not None and not self._load_replay_buffer:
-            snapshot = without_groups(snapshot)
+        snapshot = None if checkpoint is None else self._snapshot_of(self._folder / checkpoint)
         self._replay.restore(snapshot, resume_step=step)
+
+    def _snapshot_of(self, folder: Path) -> str:
+        path = folder / REPLAY_FILE
+        if self._load_replay_buffer and path.exists():
+            return path.read_text()
+        if self._load_replay_buffer:
+            logger.warning("%s is missing; the groups that it held are generated again", path)
+        return json.dumps(_read_info(folder)["prompts"])
+
+    def _begin(self, temporary: Path) -> None:
+        self._sweep()
+        temporary.mkdir(parents=True)
 
     def _write_side_files(self, folder: Path, step: int, metrics: Metrics) -> None:
         assert self._replay is not None, "only rank 0 holds the replay buffer"
-        (folder / REPLAY_FILE).write_text(self._replay.snapshot())
+        snapshot = self._replay.snapshot()
+        (folder / REPLAY_FILE).write_text(snapshot)
         ranking = metrics.get(self._metric) if self._metric else None
+        if self._metric is not None and ranking is None:
+            logger.warning("checkpoint %d is not ranked: its step has no metric %s", step, self._metric)
         info = {
             "format_version": FORMAT_VERSION,
             "step": step,
@@ -165,44 +180,52 @@ class RunCheckpoints:
             "identity": self._identity,
             "metric": self._metric,
             "metric_value": ranking,
+            "prompts": json.loads(without_groups(snapshot)),
         }
         (folder / INFO_FILE).write_text(json.dumps(info, indent=1))
 
     def _publish(self, temporary: Path, final: Path) -> None:
         flush_tree(temporary)
-        old = final.with_name(f"old_{final.name}")
-        shutil.rmtree(old, ignore_errors=True)
-        if final.exists():
-            final.rename(old)
+        if final.exists():  # torn, otherwise the run would have continued from it
+            _retire(final)
         temporary.rename(final)
         latest = self._folder / f"{LATEST_FILE}.tmp"
         latest.write_text(final.name)
         _flush(latest)
         latest.replace(self._folder / LATEST_FILE)
         _flush(self._folder)
-        shutil.rmtree(old, ignore_errors=True)
         for folder in self._expired():
-            shutil.rmtree(folder, ignore_errors=True)
+            _retire(folder)
+        self._sweep()
 
     def _expired(self) -> list[Path]:
-        """All but the newest `keep` and the best by the metric (of equal ones the newer)."""
-        folders = sorted(self._folder.glob("step_*"), key=_step_of)
-        kept = set(folders[-max(self._keep, 1) :])
-        ranked = [
-            (self._sign * value, _step_of(f), f)
-            for f in folders
-            if (value := _metric_value(f, self._metric)) is not None
-        ]
+        """Of the complete ones, all but the newest `keep` and the best by the metric (of equal ones the newer)."""
+        complete: list[Path] = []
+        ranked: list[tuple[float, int, Path]] = []
+        for folder in sorted(self._folder.glob("step_*"), key=_step_of):
+            try:
+                info = _read_info(folder)
+            except (OSError, ValueError):
+                continue  # torn; counting it would let a good one go in its place
+            complete.append(folder)
+            value = info.get("metric_value") if info.get("metric") == self._metric else None
+            if isinstance(value, int | float) and not math.isnan(value):
+                ranked.append((self._sign * value, _step_of(folder), folder))
+        kept = set(complete[-max(self._keep, 1) :])
         if ranked:
             kept.add(max(ranked)[2])
-        return [folder for folder in folders if folder not in kept]
+        return [folder for folder in complete if folder not in kept]
+
+    def _sweep(self) -> None:
+        """Delete what a killed save or a retired checkpoint has left."""
+        for pattern in ("tmp_step_*", "old_step_*"):
+            for folder in self._folder.glob(pattern):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def without_groups(snapshot: str) -> str:
     """The snapshot with its finished groups dropped; their ordinals become pending on restore."""
-    state = json.loads(snapshot)
-    state["groups"] = []
-    return json.dumps(state)
+    return to_json(dataclasses.replace(from_json(snapshot), groups=()))
 
 
 def flush_tree(folder: Path) -> None:
@@ -213,9 +236,9 @@ def flush_tree(folder: Path) -> None:
         _flush(Path(root))
 
 
-def _fresh_folder(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+def _retire(folder: Path) -> None:
+    # Deleting takes many operations; a kill between them must not leave half a checkpoint under its own name.
+    folder.rename(folder.with_name(f"old_{folder.name}"))
 
 
 def _flush(path: Path) -> None:
@@ -230,10 +253,12 @@ def _step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step_"))
 
 
-def _metric_value(folder: Path, metric: str | None) -> float | None:
-    try:
-        info = json.loads((folder / INFO_FILE).read_text())
-    except (OSError, ValueError):
-        return None
-    value = info.get("metric_value")
-    return float(value) if metric is not None and info.get("metric") == metric and value is not None else None
+def _read_info(folder: Path) -> dict[str, object]:
+    """Raises: OSError or ValueError for a torn checkpoint."""
+    info = json.loads((folder / INFO_FILE).read_text())
+    if not isinstance(info, dict):
+        raise ValueError(f"{INFO_FILE} is not an object")
+    missing = INFO_KEYS - info.keys()
+    if missing and info.get("format_version") == FORMAT_VERSION:  # another format is an error of its own
+        raise ValueError(f"{INFO_FILE} lacks {sorted(missing)}")
+    return info

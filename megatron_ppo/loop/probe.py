@@ -70,14 +70,16 @@ class ProbedRefit:
         """Publish, then compare. Adds `probe/max_abs_logprob_diff_nats`. Raises: RefitError."""
         metrics = dict(self._refit.push(version=version))
         probe = self._on_rank_zero(f"same-version probe of version {version}", self._score)
+        _check_complete(probe, version)
         batch = _probe_batch(probe.sequences, self._pad_token_id)
         learner_BT = self._policy.logprobs(batch, temperature=1.0)
+        allowed = float("inf") if self._tolerance_nats is None else self._tolerance_nats
         worst = 0.0
         for replica, rows in enumerate(probe.by_replica):
             for row, logprobs in enumerate(rows):
                 mine = learner_BT[row, 1 : 1 + len(logprobs)]
                 difference = float((mine - torch.tensor(logprobs, dtype=torch.float32)).abs().max())
-                if not difference <= (self._tolerance_nats or float("inf")):
+                if not difference <= allowed:  # in this form a NaN is refused as well
                     raise RefitError(
                         f"weights of version {version} differ between learner and engine replica {replica}: "
                         f"log-probs of probe sequence {row} differ by {difference:.2e} nats, "
@@ -93,6 +95,23 @@ class ProbedRefit:
             self._sequences = self._make_sequences()
         by_replica = self._engines.score(self._sequences, deadline_s=self._deadline_s)
         return Probe(sequences=self._sequences, by_replica=by_replica)
+
+
+def _check_complete(probe: Probe, version: int) -> None:
+    """An answer with gaps would agree wherever it says nothing. Raises: RefitError."""
+    expected = [len(sequence) - 1 for sequence in probe.sequences]
+    for replica, rows in enumerate(probe.by_replica):
+        seen = [len(row) for row in rows]
+        if seen != expected:
+            raise RefitError(
+                f"same-version probe of version {version}: engine replica {replica} returned {seen} log-probs per "
+                f"sequence, expected {expected}"
+            )
+    if not probe.by_replica or not all(expected):
+        raise RefitError(
+            f"same-version probe of version {version} compares nothing: {len(probe.by_replica)} replicas, "
+            f"sequences of {[len(sequence) for sequence in probe.sequences]} tokens"
+        )
 
 
 def _probe_batch(sequences: Sequence[Sequence[int]], pad_token_id: int) -> TrainBatch:
