@@ -229,7 +229,7 @@ def test_all_findings_of_the_schema_are_reported_together() -> None:
 
 MISSPELT = [
     ("schedule.max_trajectory_age_step=1", "did you mean schedule.max_trajectory_age_steps?"),
-    ("shedule.max_trajectory_age_steps=1", "did you mean schedule.max_trajectory_age_steps?"),
+    ("schedules.max_trajectory_age_steps=1", "did you mean schedule.max_trajectory_age_steps?"),
     ("algorithm.gae_lambda=1", "did you mean advantage.gae_lambda?"),
     ("+schedule.max_age=1", "schedule has: max_trajectory_age_steps"),
     ("+policy.optimizer.learning_rate=1", "policy.optimizer has: lr"),
