@@ -71,15 +71,15 @@ class TrainBatch:
                 picked[field.name] = rows[:, :width] if rows.dim() == 2 else rows
         return dataclasses.replace(self, **picked)
 
-    def minibatches(
-        self, size: int, *, shuffle: bool, seed: tuple[int, int, int]
-    ) -> list[TrainBatch]:
+    def minibatches(self, size: int, *, shuffle: bool, seed: tuple[int, int, int]) -> list[TrainBatch]:
         """Consecutive minibatches of `size` sequences; shuffled by `seed` = (run seed, step, epoch) if asked.
 
         Raises: ValueError if `size` does not divide the batch.
         """
         if len(self) % size:
-            raise ValueError(f"train_global_batch_size {size} does not divide the batch of {len(self)} sequences")
+            raise ValueError(
+                f"train_global_batch_size {size} does not divide the batch of {len(self)} sequences"
+            )
         order = minibatch_order(len(self), shuffle=shuffle, seed=seed)
         return [self.select(part) for part in order.split(size)]
 

@@ -97,7 +97,7 @@ def run_reference(
     torch.set_num_threads(1)
     policy = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).train()
     critic = Critic(policy)
-    options = dict(betas=hyper.betas, eps=hyper.eps, weight_decay=0.0)
+    options = {"betas": hyper.betas, "eps": hyper.eps, "weight_decay": 0.0}
     policy_optimizer = torch.optim.AdamW(policy.parameters(), lr=hyper.policy_lr, **options)
     critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=hyper.critic_lr, **options)
     history = []
