@@ -59,7 +59,7 @@ def distributed_runtime(*, timeout_s: float = 600.0) -> Iterator[DistributedRunt
     backend = "cpu:gloo,cuda:nccl" if platform.on_cuda() else "gloo"
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(f"job_{next(_jobs)}", store),
+        store=store,
         rank=rank,
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout_s),
@@ -74,7 +74,9 @@ def distributed_runtime(*, timeout_s: float = 600.0) -> Iterator[DistributedRunt
 def _store(timeout_s: float) -> tuple[int, int, dist.Store]:
     if "RANK" not in os.environ:
         return 0, 1, dist.HashStore()
-    return _launcher_store(timeout_s)
+    rank, world_size, store = _launcher_store(timeout_s)
+    # Jobs under a launcher only, so that every rank counts the same ones.
+    return rank, world_size, dist.PrefixStore(f"job_{next(_jobs)}", store)
 
 
 @functools.cache
