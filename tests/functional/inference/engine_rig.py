@@ -13,88 +13,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import torch
-from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 from megatron_ppo.inference.engine import VllmEngine
 from megatron_ppo.protocol.trajectory import Completion, SamplingSettings
-from megatron_ppo.protocol.weights import RefitGroupSpec, TensorMeta, WeightManifest
+from megatron_ppo.protocol.weights import RefitGroupSpec, WeightManifest
 from megatron_ppo.refit.broadcast import BroadcastRefit
 from megatron_ppo.transport.broadcast_group import BroadcastStore
-from megatron_ppo.transport.buckets import tensor_meta
+from tests.functional.inference.hf_oracle import BUCKET_BYTES, MAX_MODEL_LEN, HfSource, tiny_model
 
 T = TypeVar("T")
 
-VOCABULARY = 300
-MAX_MODEL_LEN = 512
-# Small enough that the model needs several buckets, so a broken transfer can break half-way.
-BUCKET_BYTES = 200_000
 TIMEOUT_S = 60.0
-TOLERANCE_NATS = 1e-4
-"""fp32 on both sides, other reduction orders: 1e-6 to 1e-5 is typical; wrong weights differ by 1e-1."""
-
-
-def tiny_model(seed: int, *, tied: bool) -> Qwen2ForCausalLM:
-    """Random weights. Head size 32 is the smallest that vLLM's CPU attention takes."""
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=MAX_MODEL_LEN,
-        tie_word_embeddings=tied,
-        initializer_range=0.1,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    return Qwen2ForCausalLM(config).eval()
-
-
-def hf_logprobs(model: Qwen2ForCausalLM, tokens: Sequence[int], *, temperature: float = 1.0) -> list[float]:
-    """Nats of every token after the first."""
-    with torch.no_grad():
-        logits = model(torch.tensor([list(tokens)])).logits[0].float() / temperature
-    logprobs = logits.log_softmax(-1)[:-1]
-    return logprobs.gather(1, torch.tensor(list(tokens[1:]))[:, None])[:, 0].tolist()
-
-
-def worst_difference(
-    model: Qwen2ForCausalLM, prompt: Sequence[int], completion: Completion, version: int
-) -> float:
-    """Largest |engine - model| in nats over the response tokens that `version` sampled."""
-    expected = hf_logprobs(model, [*prompt, *completion.token_ids])[len(prompt) - 1 :]
-    return max(
-        abs(completion.logprobs[t] - expected[t])
-        for span in completion.spans
-        if span.version == version
-        for t in range(span.start, span.end)
-    )
-
-
-class HfSource:
-    """A transformers model as `loop.ports.WeightSource`."""
-
-    def __init__(self, model: Qwen2ForCausalLM) -> None:
-        self._model = model
-
-    def _items(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._model.state_dict().items():
-            if not (self._model.config.tie_word_embeddings and name == "lm_head.weight"):
-                yield name, tensor
-
-    def weight_metadata(self) -> tuple[TensorMeta, ...]:
-        """See the port."""
-        return tuple(tensor_meta(name, tensor) for name, tensor in self._items())
-
-    def full_weights(self) -> Iterator[Tensor]:
-        """See the port."""
-        for _, tensor in self._items():
-            yield tensor
 
 
 class LoopThread:
@@ -239,6 +169,12 @@ class EngineRig:
             self.engine.generate(prompt, seeds=seeds, sampling=sampling, deadline_s=deadline_s)
         )
 
+    @staticmethod
+    def finish(futures: Sequence[Future[T]]) -> list[T]:
+        """Results of all, in order."""
+        wait(futures, timeout=2 * TIMEOUT_S)
+        return [future.result(0) for future in futures]
+
 
 @contextmanager
 def running_rig(folder: Path, *, tied: bool, max_num_seqs: int = 8) -> Iterator[EngineRig]:
@@ -260,9 +196,3 @@ def running_rig(folder: Path, *, tied: bool, max_num_seqs: int = 8) -> Iterator[
     finally:
         loop.run(engine.shutdown())
         loop.close()
-
-
-def finish(futures: Sequence[Future[T]]) -> list[T]:
-    """Results of all, in order."""
-    wait(futures, timeout=2 * TIMEOUT_S)
-    return [future.result(0) for future in futures]

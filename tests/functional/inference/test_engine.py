@@ -10,6 +10,7 @@ import pytest
 
 from megatron_ppo.protocol.errors import GenerationError, RefitError
 from megatron_ppo.protocol.trajectory import SamplingSettings
+from tests.functional.inference.hf_oracle import TOLERANCE_NATS, hf_logprobs, worst_difference
 
 if TYPE_CHECKING:
     from tests.functional.inference.engine_rig import EngineRig
@@ -18,12 +19,6 @@ pytestmark = [pytest.mark.vllm]
 
 # Longer than one block of vLLM's CPU key-value cache (128 tokens), so that prefixes are cached at all.
 LONG_PROMPT = [5 + i % 250 for i in range(200)]
-
-
-def _rig_module():
-    from tests.functional.inference import engine_rig
-
-    return engine_rig
 
 
 def _wait_until(condition, *, what: str, timeout_s: float = 60.0) -> None:
@@ -42,31 +37,28 @@ def _wait_until_sampling(rig: EngineRig, running: int) -> None:
 
 
 def test_generation_logprobs_match_transformers_before_and_after_a_refit(rig: EngineRig):
-    m = _rig_module()
     for model in (rig.models[0], rig.models[1], rig.models[0]):
         version = rig.publish(model)
         for completion in rig.generate([3, 4, 5], seeds=[1, 2, 3], max_new_tokens=30):
             assert [span.version for span in completion.spans] == [version]
-            assert m.worst_difference(model, [3, 4, 5], completion, version) < m.TOLERANCE_NATS
+            assert worst_difference(model, [3, 4, 5], completion, version) < TOLERANCE_NATS
 
 
 def test_scores_match_transformers_before_and_after_a_refit(rig: EngineRig):
-    m = _rig_module()
     sequences = [LONG_PROMPT, [1, 2, 3, 4], list(range(50, 90))]
     for model in (rig.models[1], rig.models[0]):
         rig.publish(model)
         for _ in range(2):  # the second time a cached prefix would be there to read
             scores = rig.loop.run(rig.engine.score(sequences, deadline_s=60))
             for sequence, score in zip(sequences, scores, strict=True):
-                assert score == pytest.approx(m.hf_logprobs(model, sequence), abs=m.TOLERANCE_NATS)
+                assert score == pytest.approx(hf_logprobs(model, sequence), abs=TOLERANCE_NATS)
 
 
 def test_logprobs_are_those_of_the_tempered_distribution(rig: EngineRig):
-    m = _rig_module()
     rig.publish(rig.models[0])
     [completion] = rig.generate([9, 8, 7], temperature=0.7, max_new_tokens=30)
-    expected = m.hf_logprobs(rig.models[0], [9, 8, 7, *completion.token_ids], temperature=0.7)[2:]
-    assert list(completion.logprobs) == pytest.approx(expected, abs=m.TOLERANCE_NATS)
+    expected = hf_logprobs(rig.models[0], [9, 8, 7, *completion.token_ids], temperature=0.7)[2:]
+    assert list(completion.logprobs) == pytest.approx(expected, abs=TOLERANCE_NATS)
 
 
 def test_a_seed_fixes_the_sample_and_temperature_zero_ignores_it(rig: EngineRig):
@@ -77,7 +69,6 @@ def test_a_seed_fixes_the_sample_and_temperature_zero_ignores_it(rig: EngineRig)
 
 
 def test_no_cached_prefix_survives_a_refit(rig: EngineRig):
-    m = _rig_module()
     params = rig.engine._sampling_params(SamplingSettings(max_new_tokens=1), 1)
     version = rig.publish(rig.models[0])
     cached = [rig.loop.run(rig.engine._request(LONG_PROMPT, params)).num_cached_tokens for _ in range(2)]
@@ -87,18 +78,17 @@ def test_no_cached_prefix_survives_a_refit(rig: EngineRig):
         version = rig.publish(model, in_flight=in_flight)
         assert rig.loop.run(rig.engine._request(LONG_PROMPT, params)).num_cached_tokens == 0
         [completion] = rig.generate(LONG_PROMPT)
-        assert m.worst_difference(model, LONG_PROMPT, completion, version) < m.TOLERANCE_NATS
+        assert worst_difference(model, LONG_PROMPT, completion, version) < TOLERANCE_NATS
 
 
 @pytest.mark.parametrize("recompute_kv", [True, False])
 def test_an_in_flight_refit_loses_no_request_and_stamps_exact_spans(rig: EngineRig, recompute_kv: bool):
-    m = _rig_module()
     old_version = rig.publish(rig.models[0])
     prompts = [[7, 8, 9 + i] for i in range(20)]  # 8 run, 12 wait
     futures = [rig.begin(prompt, seeds=[i], max_new_tokens=150) for i, prompt in enumerate(prompts)]
     _wait_until_sampling(rig, 8)
     new_version = rig.publish(rig.models[1], in_flight=True, recompute_kv=recompute_kv)
-    completions = [completion for [completion] in m.finish(futures)]
+    completions = [completion for [completion] in rig.finish(futures)]
 
     assert [len(c.token_ids) for c in completions] == [150] * 20
     spans = [[span.version for span in c.spans] for c in completions]
@@ -106,32 +96,30 @@ def test_an_in_flight_refit_loses_no_request_and_stamps_exact_spans(rig: EngineR
     for prompt, completion, versions in zip(prompts, completions, spans, strict=True):
         assert versions in ([old_version], [old_version, new_version], [new_version])
         if old_version in versions:
-            difference = m.worst_difference(rig.models[0], prompt, completion, old_version)
-            assert difference < m.TOLERANCE_NATS
+            difference = worst_difference(rig.models[0], prompt, completion, old_version)
+            assert difference < TOLERANCE_NATS
         if new_version in versions:
-            difference = m.worst_difference(rig.models[1], prompt, completion, new_version)
+            difference = worst_difference(rig.models[1], prompt, completion, new_version)
             if versions == [new_version] or recompute_kv:
-                assert difference < m.TOLERANCE_NATS
+                assert difference < TOLERANCE_NATS
             else:  # the cache of the old weights is still in use, which nothing hides
                 assert difference > 0.01
 
 
 def test_a_request_after_an_in_flight_refit_does_not_read_blocks_that_a_running_one_keeps(rig: EngineRig):
-    m = _rig_module()
     rig.publish(rig.models[0])
     running = [rig.begin(LONG_PROMPT, seeds=[i], max_new_tokens=250) for i in range(8)]
     late = [rig.begin(LONG_PROMPT, seeds=[100 + i], max_new_tokens=20) for i in range(3)]
     _wait_until_sampling(rig, 8)
     version = rig.publish(rig.models[1], in_flight=True, recompute_kv=False)
     assert not any(future.done() for future in running)
-    for [completion] in m.finish([*late, rig.begin(LONG_PROMPT, seeds=[200])]):
+    for [completion] in rig.finish([*late, rig.begin(LONG_PROMPT, seeds=[200])]):
         assert [span.version for span in completion.spans] == [version]
-        assert m.worst_difference(rig.models[1], LONG_PROMPT, completion, version) < m.TOLERANCE_NATS
-    m.finish(running)
+        assert worst_difference(rig.models[1], LONG_PROMPT, completion, version) < TOLERANCE_NATS
+    rig.finish(running)
 
 
 def test_a_request_frozen_before_its_first_token_starts_again_under_the_new_version(rig: EngineRig):
-    m = _rig_module()
     rig.publish(rig.models[0])
     # Frozen engine: what enters now cannot sample before the weights change.
     rig.loop.run(rig.engine._live().pause_generation(mode="keep", clear_cache=False))
@@ -140,22 +128,21 @@ def test_a_request_frozen_before_its_first_token_starts_again_under_the_new_vers
     version = rig.publish(rig.models[1], in_flight=True)
     [completion] = frozen.result(60)
     assert [span.version for span in completion.spans] == [version]
-    assert m.worst_difference(rig.models[1], LONG_PROMPT, completion, version) < m.TOLERANCE_NATS
+    assert worst_difference(rig.models[1], LONG_PROMPT, completion, version) < TOLERANCE_NATS
 
 
 def test_draining_gives_every_response_a_single_version(rig: EngineRig):
-    m = _rig_module()
     old_version = rig.publish(rig.models[0])
     futures = [rig.begin([7, 8, 9 + i], seeds=[i], max_new_tokens=60) for i in range(20)]
     _wait_until_sampling(rig, 8)
     new_version = rig.publish(rig.models[1])
-    completions = [completion for [completion] in m.finish(futures)]
+    completions = [completion for [completion] in rig.finish(futures)]
     versions = [[span.version for span in completion.spans] for completion in completions]
     assert {tuple(v) for v in versions} == {(old_version,), (new_version,)}
     for i, completion in enumerate(completions):
         version = completion.spans[0].version
         model = rig.models[version == new_version]
-        assert m.worst_difference(model, [7, 8, 9 + i], completion, version) < m.TOLERANCE_NATS
+        assert worst_difference(model, [7, 8, 9 + i], completion, version) < TOLERANCE_NATS
 
 
 def test_a_request_past_its_deadline_is_aborted_in_the_engine(rig: EngineRig):

@@ -13,17 +13,12 @@ import torch
 from megatron_ppo.protocol.errors import GenerationError, RefitError
 from megatron_ppo.protocol.weights import WeightManifest
 from megatron_ppo.transport.broadcast_group import BroadcastGroup, BroadcastStore
+from tests.functional.inference.hf_oracle import BUCKET_BYTES, TOLERANCE_NATS, HfSource, worst_difference
 
 if TYPE_CHECKING:
     from tests.functional.inference.engine_rig import EngineRig
 
 pytestmark = [pytest.mark.vllm]
-
-
-def _rig_module():
-    from tests.functional.inference import engine_rig
-
-    return engine_rig
 
 
 def _assert_paused(rig: EngineRig) -> None:
@@ -33,9 +28,8 @@ def _assert_paused(rig: EngineRig) -> None:
 
 
 def _assert_serves(rig: EngineRig, model: object, version: int) -> None:
-    m = _rig_module()
     [completion] = rig.generate([3, 4, 5], max_new_tokens=30)
-    assert m.worst_difference(model, [3, 4, 5], completion, version) < m.TOLERANCE_NATS
+    assert worst_difference(model, [3, 4, 5], completion, version) < TOLERANCE_NATS
 
 
 class _Failing:
@@ -72,13 +66,12 @@ class _Partial:
 
 
 def test_different_manifests_are_an_error_on_both_sides_and_abort_nothing(rig: EngineRig):
-    m = _rig_module()
     seen = []
     rig.fleet.tell = lambda manifest: replace(manifest, bucket_bytes=manifest.bucket_bytes // 2)
     receive = rig.fleet.receive_weights
     rig.fleet.receive_weights = lambda manifest: seen.append(receive(manifest)) or seen[0]
     try:
-        with rig.refit(m.HfSource(rig.models[1])) as refit, pytest.raises(RefitError, match="digest"):
+        with rig.refit(HfSource(rig.models[1])) as refit, pytest.raises(RefitError, match="digest"):
             refit.push(version=rig.version + 1)
         with pytest.raises(RefitError, match="digest"):
             seen[0].wait(timeout_s=10)
@@ -90,7 +83,6 @@ def test_different_manifests_are_an_error_on_both_sides_and_abort_nothing(rig: E
 
 
 def test_a_sender_that_never_comes_times_out_and_a_full_refit_repairs_the_engine(rig: EngineRig):
-    m = _rig_module()
     [frozen] = [rig.begin([1, 2, 3], max_new_tokens=200)]
     time.sleep(0.3)
     rig.loop.run(rig.engine.begin_refit(mode="keep", timeout_s=10))
@@ -99,9 +91,7 @@ def test_a_sender_that_never_comes_times_out_and_a_full_refit_repairs_the_engine
     joining = rig.loop.start(rig.engine.join_refit_group(spec))
     group = BroadcastGroup(spec, rank=0, device=torch.device("cpu"), store=store)
     joining.result(10)
-    manifest = WeightManifest(
-        tensors=m.HfSource(rig.models[1]).weight_metadata(), bucket_bytes=m.BUCKET_BYTES
-    )
+    manifest = WeightManifest(tensors=HfSource(rig.models[1]).weight_metadata(), bucket_bytes=BUCKET_BYTES)
     started = time.monotonic()
     with pytest.raises(RefitError, match="sender's manifest digest"):
         rig.loop.run(rig.engine.receive_weights(manifest))
@@ -118,10 +108,9 @@ def test_a_sender_that_never_comes_times_out_and_a_full_refit_repairs_the_engine
 
 @pytest.mark.parametrize("good", [1, 9, 20])
 def test_a_transfer_that_breaks_half_way_is_repaired_by_the_next(rig: EngineRig, good: int):
-    m = _rig_module()
     rig.publish(rig.models[0])
     with (
-        rig.refit(_Failing(m.HfSource(rig.models[1]), good), timeout_s=10) as refit,
+        rig.refit(_Failing(HfSource(rig.models[1]), good), timeout_s=10) as refit,
         pytest.raises(RefitError, match="the gather failed"),
     ):
         refit.push(version=rig.version + 1)
@@ -131,10 +120,9 @@ def test_a_transfer_that_breaks_half_way_is_repaired_by_the_next(rig: EngineRig,
 
 @pytest.mark.parametrize("without", ["model.norm.weight", "layers.1.self_attn.k_proj"])
 def test_a_manifest_without_some_parameters_is_refused_and_named(rig: EngineRig, without: str):
-    m = _rig_module()
     expected = "model.norm.weight" if "norm" in without else "layers.1.self_attn.qkv_proj"
     with (
-        rig.refit(_Partial(m.HfSource(rig.models[1]), without)) as refit,
+        rig.refit(_Partial(HfSource(rig.models[1]), without)) as refit,
         pytest.raises(RefitError, match=expected),
     ):
         refit.push(version=rig.version + 1)

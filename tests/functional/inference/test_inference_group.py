@@ -1,0 +1,113 @@
+"""The inference group in Ray with spawned engine cores: what it serves, and what is left when parts are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.functional.inference.hf_oracle import TOLERANCE_NATS
+
+# Two spawned replicas import vLLM four times, tens of CPU seconds each.
+pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def driver(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """The driver process, asleep at its end, and everything that it has reported."""
+    folder = tmp_path_factory.mktemp("group")
+    with (folder / "driver.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.functional.inference.group_driver", str(folder)],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            cwd=ROOT,
+        )
+    try:
+        yield process, _reports(process, folder / "driver.log")
+    finally:
+        process.kill()
+        process.wait(timeout=30)
+
+
+def _reports(process: subprocess.Popen[str], log: Path) -> dict[str, Any]:
+    reports: dict[str, Any] = {}
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("{"):
+            reports |= json.loads(line)
+        if "done" in reports:
+            return reports
+    raise AssertionError(
+        f"the driver ended early after reporting {sorted(reports)}:\n{log.read_text()[-3000:]}"
+    )
+
+
+def test_an_engine_serves_nothing_before_its_first_refit(driver: Any):
+    assert "GenerationError" in driver[1]["before_first_refit"]
+    assert "closed by a refit" in driver[1]["before_first_refit"]
+
+
+def test_one_refit_reaches_every_replica(driver: Any):
+    assert driver[1]["versions"] == [4, 4]
+    assert max(driver[1]["score_differences"]) < TOLERANCE_NATS
+    assert driver[1]["generation_difference"] < TOLERANCE_NATS
+    assert driver[1]["refit"]["refit/bytes"] > 0
+
+
+def test_cancelling_a_client_call_aborts_the_requests_in_the_engine(driver: Any):
+    assert driver[1]["running_after_cancel"] == 0
+
+
+def test_a_killed_engine_core_is_noticed_within_seconds_and_named(driver: Any):
+    reports = driver[1]
+    assert reports["processes_per_replica"] == [2, 2], "each replica is an actor and a spawned engine core"
+    assert reports["watch_ready_while_alive"] == 0
+    assert reports["killed"] == "engine replica 1"
+    assert reports["noticed_s"] < 5
+    assert reports["error"].startswith("EngineDeadError: engine replica 1")
+
+
+def test_a_refit_with_a_dead_replica_fails_at_once(driver: Any):
+    assert driver[1]["refit_error"].startswith("RefitError")
+    assert "EngineDeadError: engine replica 1" in driver[1]["refit_error"]
+    assert driver[1]["refit_error_s"] < 10
+
+
+def test_nothing_outlives_a_killed_driver(driver: Any):
+    process, reports = driver
+    assert len(reports["processes"]) > 6
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(timeout=10)
+    started = time.monotonic()
+    while left := [pid for pid in reports["processes"] if _is_running(pid)]:
+        assert time.monotonic() - started < 15, f"still running: {[_command(pid) for pid in left]}"
+        time.sleep(0.2)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"  # a zombie only waits for a parent that collects its exit code
+
+
+def _command(pid: int) -> str:
+    try:
+        return f"{pid} {Path(f'/proc/{pid}/cmdline').read_text()[:80]}"
+    except OSError:
+        return f"{pid} (gone by now)"
