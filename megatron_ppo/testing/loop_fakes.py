@@ -2,19 +2,21 @@
 
 Owns `StepOrder`, the state machine of a step, which all fakes of one run share. Driven by the real `train`.
 Invariant: a call that the real parts would answer with wrong numbers (a window that opens before the publish,
-    values
-from an updated critic, a batch without advantages) raises `CallerError`.
+values from an updated critic, a batch without advantages) raises `CallerError`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron_ppo.data.batch import TrainBatch
+from megatron_ppo.protocol.errors import CheckpointError
 from megatron_ppo.protocol.schedule import AsyncSchedule
 from megatron_ppo.protocol.trajectory import PromptGroup
 from megatron_ppo.testing.fakes import make_group, require
@@ -277,6 +279,29 @@ class FakeCheckpoints:
         """See `Checkpoints.save`."""
         self._order.at_boundary("save", step)
         self.saved[step] = dict(metrics)
+
+
+class FakeModelStore:
+    """A `ModelStore` over the fake models: their state is the number of their optimizer steps."""
+
+    def __init__(self, *, policy: FakePolicy, critic: FakeCritic) -> None:
+        self._models = {"policy": policy, "critic": critic}
+
+    def save(self, folder: Path) -> None:
+        """See `ModelStore.save`."""
+        require(folder.is_dir(), f"{folder} must exist before the models are saved into it")
+        for name, model in self._models.items():
+            path = folder / f"{name}.json"
+            require(not path.exists(), f"{path} was saved already")
+            path.write_text(json.dumps(model.num_optimizer_steps))
+
+    def load(self, folder: Path) -> None:
+        """See `ModelStore.load`."""
+        for name, model in self._models.items():
+            try:
+                model.num_optimizer_steps = int(json.loads((folder / f"{name}.json").read_text()))
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{folder}: the {name} cannot be loaded: {error}") from error
 
 
 class FakeStepLog:
