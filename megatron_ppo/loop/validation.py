@@ -8,11 +8,12 @@ every validation response is of the version that was just published (checked).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import isfinite
 from statistics import fmean
 from typing import Protocol, TypeVar
 
 from megatron_ppo.loop.ports import Metrics
-from megatron_ppo.protocol.errors import GroupMismatchError
+from megatron_ppo.protocol.errors import GroupMismatchError, NonFiniteError
 from megatron_ppo.protocol.ports import Scorer
 from megatron_ppo.protocol.trajectory import Completion, Prompt, SamplingSettings
 
@@ -67,7 +68,10 @@ class EngineValidator:
         self._on_rank_zero = on_rank_zero
 
     def run(self, *, step: int) -> Metrics:
-        """`validation/accuracy` (mean reward) and `validation/avg_length` (tokens) after `step` completed steps."""
+        """`validation/accuracy` (mean reward) and `validation/avg_length` (tokens) after `step` completed steps.
+
+        Raises: GroupMismatchError when a token is not of the step's own version; NonFiniteError.
+        """
         return self._on_rank_zero(f"validation after step {step}", lambda: self._validate(step))
 
     def _validate(self, step: int) -> Metrics:
@@ -88,6 +92,14 @@ class EngineValidator:
             self._scorer(prompt, completion.token_ids)
             for prompt, completion in zip(self._prompts, completions, strict=True)
         ]
+        bad = tuple(
+            p.ordinal for p, reward in zip(self._prompts, rewards, strict=True) if not isfinite(reward)
+        )
+        if bad:
+            raise NonFiniteError(
+                f"validation after step {step}: the reward of held-out prompts {list(bad)} is NaN or infinite",
+                bad,
+            )
         return {
             "validation/accuracy": fmean(rewards),
             "validation/avg_length": fmean(len(completion.token_ids) for completion in completions),
