@@ -1,0 +1,130 @@
+"""A whole asynchronous run in one process: the real loop, collector and buffer, a fake engine and fake models.
+
+The collector and the buffer live on an event loop in a thread of its own, as they live in actors in a real run;
+the learner is the thread of the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from megatron_ppo.collector.collector import Collector
+from megatron_ppo.protocol.schedule import AsyncSchedule
+from megatron_ppo.protocol.trajectory import PromptGroup, SamplingSettings
+from megatron_ppo.replay.buffer import PromptGroupBuffer
+from megatron_ppo.replay.service import ReplayService
+from megatron_ppo.replay.status import BufferStatus
+from megatron_ppo.testing.fakes import FakeEngine, FakePromptStream, FakeScorer
+from megatron_ppo.testing.loop_fakes import FakeRefit, StepOrder
+from tests.unit.loop.fake_run import GENERATIONS, PROMPTS, WorkLog
+
+T = TypeVar("T")
+LIMIT_S = 60.0
+"""Only a deadlock takes that long; a call takes milliseconds."""
+
+
+class LiveCollection:
+    """`GroupSource` and `ReplaySnapshots` over the real collector and the real replay service."""
+
+    def __init__(
+        self, order: StepOrder, *, schedule: AsyncSchedule, work: WorkLog, engine: FakeEngine
+    ) -> None:
+        self._order = order
+        self._work = work
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="collection", daemon=True)
+        self._thread.start()
+        self.engine = engine
+        self.replay = ReplayService(
+            PromptGroupBuffer(
+                schedule=schedule, num_prompts_per_step=PROMPTS, num_generations_per_prompt=GENERATIONS
+            )
+        )
+        self.collector = Collector(
+            replay=self.replay,
+            engine=engine,
+            scorer=FakeScorer(),
+            prompts=FakePromptStream(),
+            num_generations=GENERATIONS,
+            sampling=SamplingSettings(max_new_tokens=6),
+            seed=42,
+            max_concurrent_groups=3,
+            deadline_s=LIMIT_S,
+            reserve_timeout_s=0.02,
+        )
+        self._running = asyncio.run_coroutine_threadsafe(self.collector.run(), self._loop)
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the collection's event loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(LIMIT_S)
+
+    def take(self, *, target_step: int) -> list[PromptGroup]:
+        """See `GroupSource.take`."""
+        self._order.took(target_step)
+        groups = self.call(self.replay.take(target_step=target_step, timeout_s=LIMIT_S))
+        self._work.begin(target_step, groups)
+        return groups
+
+    def open(self, *, step: int, frontier: int) -> None:
+        """See `GroupSource.open`."""
+        self._order.opened(step, frontier)
+        self.call(self.replay.open(step=step, frontier=frontier))
+
+    def snapshot(self) -> str:
+        """See `ReplaySnapshots.snapshot`."""
+        self.call(self.collector.pause(timeout_s=LIMIT_S))
+        try:
+            return self.call(self.replay.snapshot())
+        finally:
+            self.call(self.collector.resume())
+
+    def restore(self, snapshot: str | None, *, resume_step: int) -> None:
+        """See `ReplaySnapshots.restore`."""
+        self.call(self.replay.restore(snapshot, resume_step=resume_step))
+
+    def status(self) -> BufferStatus:
+        """Of the buffer."""
+        return self.call(self.replay.status())
+
+    def close(self) -> None:
+        """End collector, event loop and thread, whatever state they are in."""
+        try:
+            self.call(self.collector.stop(timeout_s=LIMIT_S))
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(LIMIT_S)
+            self._loop.close()
+
+
+class LiveRefit:
+    """`FakeRefit` that also makes the fake engine serve the version, under running requests."""
+
+    def __init__(self, order: StepOrder, collection: LiveCollection) -> None:
+        self._fake = FakeRefit(order)
+        self._collection = collection
+
+    def push(self, *, version: int) -> Mapping[str, float]:
+        """See `Refit.push`."""
+
+        async def publish() -> None:
+            if version > self._collection.engine.version:
+                self._collection.engine.publish(version)
+
+        self._collection.call(publish())
+        return self._fake.push(version=version)
+
+
+@contextmanager
+def live_collection(
+    order: StepOrder, *, schedule: AsyncSchedule, work: WorkLog, engine: FakeEngine
+) -> Iterator[LiveCollection]:
+    """A collection that ends with the block."""
+    collection = LiveCollection(order, schedule=schedule, work=work, engine=engine)
+    try:
+        yield collection
+    finally:
+        collection.close()
