@@ -2,7 +2,8 @@
 
 `distributed_runtime` is entered once per job by the application; several jobs may follow one another in one
 torchrun. Policy and critic get a context each, over the same ranks and possibly with different layouts.
-Every group is passed to Megatron-Core explicitly; `megatron.core.parallel_state` is never initialised.
+Every group is passed to Megatron-Core explicitly; `megatron.core.parallel_state` is never initialised,
+but for one scratch buffer (see `_allow_sequence_parallelism`).
 
 Rank order, fastest first: tensor, data, pipeline (Megatron's "tp-cp-ep-dp-pp" with cp = ep = 1).
 """
@@ -64,6 +65,7 @@ def distributed_runtime(*, timeout_s: float = 600.0) -> Iterator[DistributedRunt
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
+    _allow_sequence_parallelism()
     try:
         yield DistributedRuntime(rank=rank, world_size=world_size, device=platform.device())
     finally:
@@ -86,10 +88,20 @@ def _launcher_store(timeout_s: float) -> tuple[int, int, dist.Store]:
     return rank, world_size, store
 
 
+def _allow_sequence_parallelism() -> None:
+    # The only piece of Megatron's global state in use: its linear layers gather sequences into a shared buffer.
+    from megatron.core import parallel_state
+
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
+
+
 def _forget_cached_tensors() -> None:
     # An lru_cache on the method keeps every model of the job alive otherwise.
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.parallel_state import destroy_global_memory_buffer
 
+    destroy_global_memory_buffer()
     clear: Callable[[], None] | None = getattr(RotaryEmbedding.forward, "cache_clear", None)
     if clear is not None:
         clear()

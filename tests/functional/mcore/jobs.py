@@ -113,10 +113,14 @@ def context(layout: Layout) -> Iterator[ParallelContext]:
 
 
 def settings(folder: str, **changes: Any) -> dict[str, Any]:
-    """Keyword arguments common to policy and critic."""
+    """Keyword arguments common to policy and critic.
+
+    Adam's epsilon is large: where the true gradient is 0 (key biases), rounding noise would otherwise be scaled up to
+    steps of the size of the learning rate, and layouts could not be compared.
+    """
     return {
         "model": folder,
-        "optimizer": OptimizerSettings(lr=1e-4, weight_decay=0.1, clip_grad=0.5),
+        "optimizer": OptimizerSettings(lr=1e-4, adam_eps=1e-6, weight_decay=0.1, clip_grad=0.5),
         "scheduler": SchedulerSettings(lr_decay_steps=10, lr_decay_style="cosine"),
         "train_micro_batch_size": 4,
         "logprob_batch_size": 3,
@@ -185,11 +189,13 @@ def train_both(*, folder: str, policy_layout: Layout, critic_layout: Layout) -> 
 
 
 def logit_difference(*, folder: str, layout: Layout) -> float:
-    """Largest |difference| of any logit to transformers; -1 never, since every rank is a last stage here."""
+    """Largest |difference| of any logit to transformers; for layouts of one pipeline stage."""
     import transformers
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     with context(layout) as parallel, torch.no_grad():
+        # Only now: the context has prepared this process for Megatron.
+        from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
         policy = MegatronPolicy(parallel=parallel, **settings(folder))
         token_ids = random_batch(rows=3, width=64).token_ids_BT
         position_ids = torch.arange(64).expand_as(token_ids)
@@ -318,7 +324,7 @@ def spoilt_update(*, kind: str, folder: str, layout: Layout, spoil: str) -> dict
         clean.update([good])
         if spoil == "gradient":
             # Every loss is finite, and the squared norm of the gradient overflows.
-            bad = bad.replace(advantages_BT=bad.advantages_BT * 1e30, returns_BT=bad.returns_BT * 1e18)  # type: ignore[operator]
+            bad = bad.replace(advantages_BT=bad.advantages_BT * 1e30)  # type: ignore[operator]
         else:
             field = "returns_BT" if kind == "critic" else "advantages_BT"
             tensor = getattr(bad, field).clone()
