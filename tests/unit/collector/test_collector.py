@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from megatron_ppo.collector.collector import Collector
-from megatron_ppo.protocol.errors import NonFiniteError, PartDiedError, WaitTimeoutError
+from megatron_ppo.protocol.errors import GenerationError, NonFiniteError, PartDiedError, WaitTimeoutError
 from megatron_ppo.protocol.ports import Scorer
 from megatron_ppo.protocol.schedule import AsyncSchedule
 from megatron_ppo.protocol.trajectory import Completion, Prompt, PromptGroup, SamplingSettings
@@ -294,12 +294,20 @@ def test_a_tolerated_failure_is_regenerated_and_no_prompt_is_lost() -> None:
 def test_one_prompt_that_always_fails_is_fatal_although_others_succeed_in_between() -> None:
     """Without this rule its target would be retried for ever, with every counter reset by its neighbours."""
 
+    class FailsLate(FakeEngine):
+        async def generate(self, *args: Sequence[int], **kwargs: object) -> list[Completion]:
+            if tuple(args[0]) in self.failing:
+                succeeded = len(self.requests)
+                await until(lambda: len(self.requests) > succeeded + 3, "other prompts succeed meanwhile")
+                raise GenerationError("never works")
+            return await super().generate(*args, **kwargs)  # type: ignore[arg-type]
+
     async def scenario() -> None:
-        run = Run(max_generation_failures=2)
+        run = Run(age=6, engine=FailsLate(), max_generation_failures=2, max_concurrent_groups=3)
         run.engine.failing.add(tuple(prompt_ids(1)))
         async with collecting(run) as task:
             await run.open(0)
-            with pytest.raises(PartDiedError, match=r"ordinal 1 .* 3 of this prompt"):
+            with pytest.raises(PartDiedError, match=r"ordinal 1 .*\(1 in a row, 3 of this prompt"):
                 await task
 
     asyncio.run(scenario())
@@ -495,6 +503,18 @@ def test_pause_stops_new_dispatches_and_lets_running_ones_finish() -> None:
             assert len(run.engine.requests) == done + in_flight < 2 * PROMPTS
             await run.collector.resume()
             await run.take(0)
+
+    asyncio.run(scenario())
+
+
+def test_pausing_an_idle_collector_is_acknowledged_by_its_next_look() -> None:
+    async def scenario() -> None:
+        run = Run()
+        async with collecting(run):
+            await asyncio.sleep(0.02)  # it waits for the window, which stays closed
+            start = time.monotonic()
+            await run.collector.pause(timeout_s=LONG_S)
+            assert time.monotonic() - start < 5  # one reserve period of 0.05 s, on a loaded machine
 
     asyncio.run(scenario())
 
