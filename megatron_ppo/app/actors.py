@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from megatron_ppo.config.derived import Derived
 from megatron_ppo.config.schema import RunConfig
 from megatron_ppo.data.task import TaskSpec
 from megatron_ppo.inference.environment import engine_environment
+from megatron_ppo.protocol.errors import ConfigError
 from megatron_ppo.protocol.trajectory import SamplingSettings
 from megatron_ppo.ray_actors.cluster import start_local_cluster
 from megatron_ppo.ray_actors.collector_actor import CollectorActor
@@ -64,11 +66,11 @@ def run_actors(
 ) -> Iterator[RunActors]:
     """Start every process without waiting for it; end every process on the way out, also after a failure."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    gpus = torch.cuda.device_count()
+    gpus = _engine_gpus(config)
     with start_local_cluster(
         log_dir=directory.logs_dir,
         object_store_bytes=config.cluster.object_store_bytes,
-        num_gpus=gpus if gpus else None,
+        gpu_ids=gpus,
         env={"OMP_NUM_THREADS": "1"},
     ):
         engines = InferenceGroup(
@@ -111,6 +113,26 @@ def run_actors(
         finally:
             supervisor.stop()
             engines.shutdown()
+
+
+def _engine_gpus(config: RunConfig) -> list[str]:
+    """Devices that this node's trainer ranks leave to the engines; the ranks hold the first ones. [] on a CPU.
+
+    Raises: ConfigError when there are too few.
+    """
+    count = torch.cuda.device_count()
+    if count == 0:
+        return []
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    needed = config.inference.replicas * config.inference.tensor_parallel_size
+    if ranks + needed > count:
+        raise ConfigError(
+            f"inference.replicas * inference.tensor_parallel_size = {needed} GPUs besides the {ranks} of the trainer "
+            f"ranks; this node has {count}"
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(index) for index in range(count)]
+    return names[ranks : ranks + needed]
 
 
 def sampling_settings(config: RunConfig) -> SamplingSettings:

@@ -13,15 +13,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import ray
 
 from megatron_ppo.ray_actors import reaper
 
 logger = logging.getLogger(__name__)
+
+START_ATTEMPTS = 3
 
 _SYSTEM_CONFIG = {
     # Actors bring their own environment, so a worker started ahead of time would never be used.
@@ -38,7 +41,7 @@ def start_local_cluster(
     log_dir: Path,
     env: Mapping[str, str] | None = None,
     num_cpus: int = 1,
-    num_gpus: int | None = None,
+    gpu_ids: Sequence[str] = (),
     object_store_bytes: int = 128 * 2**20,
 ) -> Iterator[None]:
     """Start Ray on 127.0.0.1 and connect this process; stop it on the way out, also after an error.
@@ -47,6 +50,7 @@ def start_local_cluster(
         log_dir: receives Ray's own logs (`ray/`) when the block ends.
         env: environment of every actor and task that sets none of its own.
         num_cpus: what Ray believes to have; actors of this package ask for 0.
+        gpu_ids: CUDA devices that Ray may hand out, as in CUDA_VISIBLE_DEVICES; the trainer's own are not among them.
         object_store_bytes: nothing large passes through the object store; weights take the broadcast group.
     Raises: RuntimeError when this process is connected to a cluster already.
     """
@@ -56,39 +60,68 @@ def start_local_cluster(
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Socket paths below it must fit into 107 characters, which a run directory may not.
     temp_dir = Path(tempfile.mkdtemp(prefix="mppo-ray-"))
-    with _reaper(temp_dir), _connection(temp_dir, log_dir, env, num_cpus, num_gpus, object_store_bytes):
+    options = {
+        "num_cpus": num_cpus,
+        "num_gpus": len(gpu_ids) or None,
+        "object_store_memory": object_store_bytes,
+        "runtime_env": {"env_vars": dict(env)} if env else None,
+        "_temp_dir": str(temp_dir),
+    }
+    with _reaper(temp_dir), _connection(temp_dir, log_dir, gpu_ids, options):
         yield
 
 
 @contextmanager
 def _connection(
-    temp_dir: Path,
-    log_dir: Path,
-    env: Mapping[str, str] | None,
-    num_cpus: int,
-    num_gpus: int | None,
-    object_store_bytes: int,
+    temp_dir: Path, log_dir: Path, gpu_ids: Sequence[str], options: Mapping[str, Any]
 ) -> Iterator[None]:
     try:
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-            num_cpus=num_cpus,
-            num_gpus=num_gpus,
-            object_store_memory=object_store_bytes,
-            runtime_env={"env_vars": dict(env)} if env else None,
-            _node_ip_address="127.0.0.1",
-            _temp_dir=str(temp_dir),
-            _system_config=_SYSTEM_CONFIG,
-        )
+        with _visible_gpus(gpu_ids):
+            _init(options)
         yield
     finally:
         ray.shutdown()
         logs = temp_dir / "session_latest" / "logs"
         if logs.is_dir():
             shutil.copytree(logs, log_dir / "ray", dirs_exist_ok=True, symlinks=True)
+
+
+def _init(options: Mapping[str, Any]) -> None:
+    """Start Ray; again when its node was too slow, because Ray gives it 30 s and has no setting for that."""
+    for attempt in range(1, START_ATTEMPTS + 1):
+        try:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                _node_ip_address="127.0.0.1",
+                _system_config=_SYSTEM_CONFIG,
+                **options,
+            )
+            return
+        except Exception as error:  # Ray raises a plain Exception
+            if "timed out during startup" not in str(error) or attempt == START_ATTEMPTS:
+                raise
+            logger.warning("Ray's node did not start in time (attempt %d); starting it again", attempt)
+            ray.shutdown()
+
+
+@contextmanager
+def _visible_gpus(gpu_ids: Sequence[str]) -> Iterator[None]:
+    """Ray reads at its start which devices it owns; this process has chosen its own device by then."""
+    if not gpu_ids:
+        yield
+        return
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 @contextmanager
