@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,18 @@ from megatron_ppo.replay.buffer import PromptGroupBuffer
 from megatron_ppo.replay.service import ReplayService
 from megatron_ppo.testing.fakes import make_group
 
-LONG_S = 20.0  # far above what anything here takes; reaching it means that a wake-up was lost
+LONG_S = 40.0  # limit of every wait; a wait looks once more when it ends, which would hide a lost wake-up
+PROMPT_S = 20.0  # so everything has to be done well before, which takes milliseconds even on a busy machine
+
+
+def run_promptly(scenario: Coroutine[Any, Any, None]) -> None:
+    """Run `scenario`; a wait that only its time limit ended fails the test."""
+
+    async def limited() -> None:
+        async with asyncio.timeout(PROMPT_S):
+            await scenario
+
+    asyncio.run(limited())
 
 
 def new_service(*, age: int = 1, prompts: int = 2, start: int = 0, steps: int = 100) -> ReplayService:
@@ -51,7 +64,7 @@ def test_take_wakes_with_the_last_commit() -> None:
         await commit(service, second)
         assert [group.ordinal for group in await waiting] == [0, 1]
 
-    asyncio.run(scenario())
+    run_promptly(scenario())
 
 
 def test_reserve_wakes_when_the_window_opens() -> None:
@@ -62,7 +75,7 @@ def test_reserve_wakes_when_the_window_opens() -> None:
         await service.open(step=0, frontier=0)
         assert [r.target_step for r in await waiting] == [0]
 
-    asyncio.run(scenario())
+    run_promptly(scenario())
 
 
 def test_reserve_wakes_when_a_slot_is_released() -> None:
@@ -77,7 +90,7 @@ def test_reserve_wakes_when_a_slot_is_released() -> None:
         await service.release(held, reason="failed")
         assert [r.ordinal for r in await waiting] == [held.ordinal]
 
-    asyncio.run(scenario())
+    run_promptly(scenario())
 
 
 def test_reserve_returns_nothing_after_its_limit() -> None:
@@ -87,7 +100,7 @@ def test_reserve_returns_nothing_after_its_limit() -> None:
         assert await service.reserve(limit=1, timeout_s=0.05) == []
         assert time.monotonic() - start >= 0.05
 
-    asyncio.run(scenario())
+    run_promptly(scenario())
 
 
 def test_take_says_what_it_waited_for() -> None:
@@ -100,7 +113,7 @@ def test_take_says_what_it_waited_for() -> None:
         ):
             await service.take(target_step=0, timeout_s=0.05)
 
-    asyncio.run(scenario())
+    run_promptly(scenario())
 
 
 def test_a_timed_out_take_consumes_nothing() -> None:
@@ -113,7 +126,7 @@ def test_a_timed_out_take_consumes_nothing() -> None:
         await commit(service, reservation)
         assert len(await service.take(target_step=0, timeout_s=LONG_S)) == 1
 
-    asyncio.run(scenario())
+    run_promptly(scenario())
 
 
 def test_a_cancelled_take_consumes_nothing() -> None:
@@ -127,7 +140,7 @@ def test_a_cancelled_take_consumes_nothing() -> None:
         await commit(service, reservation)
         assert (await service.status()).size == 1
 
-    asyncio.run(scenario())
+    run_promptly(scenario())
 
 
 def test_the_collectors_failure_reaches_present_and_later_waits() -> None:
@@ -149,7 +162,7 @@ def test_the_collectors_failure_reaches_present_and_later_waits() -> None:
         with pytest.raises(PartDiedError, match="engine is gone"):
             await service.reserve(limit=1, timeout_s=LONG_S)
 
-    asyncio.run(scenario())
+    run_promptly(scenario())
 
 
 def test_a_step_beyond_the_window_is_an_error_at_once() -> None:
@@ -159,7 +172,7 @@ def test_a_step_beyond_the_window_is_an_error_at_once() -> None:
         with pytest.raises(GroupMismatchError, match="beyond the frontier"):
             await service.take(target_step=5, timeout_s=LONG_S)
 
-    asyncio.run(scenario())
+    run_promptly(scenario())
 
 
 def test_snapshot_and_restore_continue_with_the_same_prompts() -> None:
@@ -180,7 +193,7 @@ def test_snapshot_and_restore_continue_with_the_same_prompts() -> None:
         assert await resumed.trained_ordinals() == (0, 1)
         assert (await resumed.diagnostics()).targets == (1,)
 
-    asyncio.run(scenario())
+    run_promptly(scenario())
 
 
 def test_a_missing_snapshot_is_an_empty_buffer() -> None:
@@ -193,7 +206,7 @@ def test_a_missing_snapshot_is_an_empty_buffer() -> None:
         (reservation,) = await service.reserve(limit=1, timeout_s=LONG_S)
         assert (reservation.ordinal, reservation.target_step) == (0, 3)
 
-    asyncio.run(scenario())
+    run_promptly(scenario())
 
 
 def test_a_resumed_step_does_not_wait_for_the_step_after_it() -> None:
@@ -213,7 +226,7 @@ def test_a_resumed_step_does_not_wait_for_the_step_after_it() -> None:
         (reservation,) = await resumed.reserve(limit=1, timeout_s=LONG_S)
         assert reservation.target_step == 1
 
-    asyncio.run(scenario())
+    run_promptly(scenario())
 
 
 def test_three_workers_may_commit_at_once() -> None:
@@ -226,7 +239,7 @@ def test_three_workers_may_commit_at_once() -> None:
         await asyncio.gather(*(commit(service, reservation) for reservation in reservations))
         assert (await service.status()).size == 3
 
-    asyncio.run(scenario())
+    run_promptly(scenario())
 
 
 async def jitter(rng: random.Random) -> None:
@@ -280,10 +293,5 @@ async def one_schedule(seed: int) -> None:
 
 
 def test_no_wake_up_is_lost_in_a_thousand_random_schedules() -> None:
-    """A lost wake-up would stall one schedule until LONG_S and fail its take with WaitTimeoutError."""
-
-    async def all_schedules() -> None:
-        for seed in range(1000):
-            await one_schedule(seed)
-
-    asyncio.run(all_schedules())
+    for seed in range(1000):
+        run_promptly(one_schedule(seed))
