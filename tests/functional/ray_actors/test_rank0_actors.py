@@ -1,0 +1,277 @@
+"""Rank 0's side of the actors with real Ray: the watch over them, its calls, and the learner's group source."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from megatron_ppo.protocol.errors import GroupMismatchError, PartDiedError, WaitTimeoutError
+from megatron_ppo.testing.fakes import make_group
+from tests.contract import group_source
+from tests.contract.group_source import GENERATIONS, PROMPTS, SCHEDULE
+
+if TYPE_CHECKING:
+    from megatron_ppo.ray_actors.rank0 import RayGroupSource, Supervisor
+
+pytestmark = [pytest.mark.ray]
+
+CALL_S = 60.0  # starting an actor takes seconds of CPU time, more on a loaded machine
+NOTICE_S = 15.0  # what the issue allows from a death to the end of the run
+
+
+def dummy_process() -> type:
+    """A process with one call that never ends. Defined in a function, so that it travels by value."""
+
+    class Dummy:
+        def __init__(self) -> None:
+            self._end = asyncio.Event()
+            self._error: Exception | None = None
+
+        async def watch(self) -> None:
+            await self._end.wait()
+            if self._error is not None:
+                raise self._error
+
+        async def sleep(self, seconds: float) -> str:
+            await asyncio.sleep(seconds)
+            return "slept"
+
+        async def fail(self, error: Exception) -> None:
+            raise error
+
+        async def end_watch(self, error: Exception | None) -> None:
+            self._error = error
+            self._end.set()
+
+    return Dummy
+
+
+class Abandoned:
+    """Records what the supervisor does when the main thread does not come by."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+        self.event = threading.Event()
+
+    def __call__(self, message: str) -> None:
+        self.messages.append(message)
+        self.event.set()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    from megatron_ppo.ray_actors.cluster import start_local_cluster
+
+    logs = tmp_path_factory.mktemp("logs")
+    with start_local_cluster(log_dir=logs, env={"OMP_NUM_THREADS": "1"}):
+        yield logs
+
+
+@pytest.fixture(scope="module")
+def bystander(cluster: Path) -> Any:
+    """A process that stays alive."""
+    return start_dummy()
+
+
+def start_dummy() -> Any:
+    import ray
+
+    return ray.remote(num_cpus=0, max_concurrency=100)(dummy_process()).remote()
+
+
+def pid_of(actor: Any) -> int:
+    import ray
+
+    return int(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=CALL_S))
+
+
+@pytest.fixture
+def abandoned() -> Abandoned:
+    return Abandoned()
+
+
+@pytest.fixture
+def supervisor(cluster: Path, abandoned: Abandoned) -> Iterator[Supervisor]:
+    from megatron_ppo.ray_actors.rank0 import Supervisor
+
+    running = Supervisor(abandon=abandoned)
+    yield running
+    running.stop()
+
+
+def test_a_killed_actor_is_raised_in_whatever_the_main_thread_waits_for(
+    supervisor: Supervisor, bystander: Any, abandoned: Abandoned
+) -> None:
+    victim = start_dummy()
+    pid = pid_of(victim)
+    supervisor.watch({victim.watch.remote(): "engine 1", bystander.watch.remote(): "the collector"})
+    supervisor.raise_if_failed()
+    waiting = bystander.sleep.remote(300)
+    os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    with pytest.raises(PartDiedError, match=r"^engine 1 died: "):
+        supervisor.call(waiting, what="the groups of step 3", timeout_s=CALL_S)
+    assert time.monotonic() - killed < NOTICE_S
+    with pytest.raises(PartDiedError, match=r"^engine 1 died: "):
+        supervisor.raise_if_failed()
+    # The main thread has met the failure, so the process is left to unwind.
+    supervisor.stop()
+    assert abandoned.messages == []
+
+
+def test_a_main_thread_that_does_not_come_by_is_abandoned_with_the_cause(
+    supervisor: Supervisor, bystander: Any, abandoned: Abandoned
+) -> None:
+    from megatron_ppo.ray_actors.rank0 import ABANDONED_AFTER_S
+
+    victim = start_dummy()
+    pid = pid_of(victim)
+    supervisor.watch({bystander.watch.remote(): "the collector", victim.watch.remote(): "the replay buffer"})
+    os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    assert abandoned.event.wait(NOTICE_S + 10), "the supervisor never gave up on the main thread"
+    assert time.monotonic() - killed >= ABANDONED_AFTER_S
+    assert len(abandoned.messages) == 1
+    assert abandoned.messages[0].startswith("the replay buffer died: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("no such prompt"), "^the collector died: ValueError: no such prompt$"),
+        (None, "^the collector died: it ended by itself$"),
+    ],
+)
+def test_a_watched_call_that_ends_is_a_death_with_its_cause(
+    supervisor: Supervisor, bystander: Any, error: Exception | None, message: str
+) -> None:
+    subject = start_dummy()
+    supervisor.watch({subject.watch.remote(): "the collector"})
+    subject.end_watch.remote(error)
+    with pytest.raises(PartDiedError, match=message):
+        supervisor.call(bystander.sleep.remote(300), what="the window to open", timeout_s=CALL_S)
+
+
+def test_a_call_to_a_dead_process_says_what_was_asked_of_it(supervisor: Supervisor, cluster: Path) -> None:
+    victim = start_dummy()
+    pid = pid_of(victim)
+    waiting = victim.sleep.remote(300)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(PartDiedError, match="the replay snapshot: the process behind it died"):
+        supervisor.call(waiting, what="the replay snapshot", timeout_s=CALL_S)
+
+
+def test_a_call_returns_its_result_raises_its_own_error_or_names_what_was_waited_for(
+    supervisor: Supervisor, bystander: Any
+) -> None:
+    import ray
+
+    call = supervisor.call
+    assert call(bystander.sleep.remote(0.0), what="a nap", timeout_s=CALL_S) == "slept"
+    with pytest.raises(GroupMismatchError, match=r"^step 3 was taken already$"):
+        error = GroupMismatchError("step 3 was taken already")
+        call(bystander.fail.remote(error), what="the groups", timeout_s=CALL_S)
+    with pytest.raises(ray.exceptions.RayTaskError, match="KeyError"):
+        call(bystander.fail.remote(KeyError("x")), what="the groups", timeout_s=CALL_S)
+    started = time.monotonic()
+    with pytest.raises(WaitTimeoutError, match=r"^waited 1 s for the window to open$"):
+        call(bystander.sleep.remote(300), what="the window to open", timeout_s=1)
+    assert 1.0 <= time.monotonic() - started < NOTICE_S
+
+
+def test_processes_that_are_ended_on_purpose_are_no_failure(
+    supervisor: Supervisor, abandoned: Abandoned
+) -> None:
+    victim = start_dummy()
+    pid = pid_of(victim)
+    supervisor.watch({victim.watch.remote(): "engine 0"})
+    supervisor.stop()
+    os.kill(pid, signal.SIGKILL)
+    time.sleep(2.5)  # twice the period of the watch
+    supervisor.raise_if_failed()
+    assert abandoned.messages == []
+
+
+# The learner's group source over a real replay actor
+
+
+@pytest.fixture
+def replay(cluster: Path) -> Iterator[Any]:
+    import ray
+
+    from megatron_ppo.ray_actors.replay_actor import ReplayActor
+
+    actor = ReplayActor.remote(
+        schedule=SCHEDULE,
+        num_prompts_per_step=PROMPTS,
+        num_generations_per_prompt=GENERATIONS,
+        log_path=str(cluster / "replay.log"),
+    )
+    yield actor
+    ray.kill(actor)
+
+
+def source_over(replay: Any, supervisor: Supervisor, *, groups_timeout_s: float = CALL_S) -> RayGroupSource:
+    from megatron_ppo.ray_actors.rank0 import RankZero, RayGroupSource
+
+    return RayGroupSource(
+        rank_zero=RankZero(rank=0, world_size=1, group=None),
+        supervisor=supervisor,
+        replay=replay,
+        groups_timeout_s=groups_timeout_s,
+    )
+
+
+def fill(replay: Any, version: int, *, limit: int = 1000) -> None:
+    """What a collector does, at once."""
+    import ray
+
+    slots = ray.get(replay.reserve.remote(limit=limit, timeout_s=0.0), timeout=CALL_S)
+    for slot in slots:
+        group = make_group(
+            ordinal=slot.ordinal,
+            target_step=slot.target_step,
+            opened_at_step=slot.opened_at_step,
+            versions=(version, version),
+            num_generations=GENERATIONS,
+        )
+        ray.get(replay.commit.remote(group), timeout=CALL_S)
+
+
+@pytest.mark.parametrize("check", group_source.CHECKS)
+def test_the_source_over_ray_keeps_the_contract_of_group_sources(
+    replay: Any, supervisor: Supervisor, check: Callable[[group_source.Subject], None]
+) -> None:
+    subject = group_source.Subject(
+        source=source_over(replay, supervisor),
+        fill=lambda version: fill(replay, version),
+        learn=lambda step: None,
+    )
+    check(subject)
+
+
+def test_a_take_that_waits_too_long_says_what_is_missing(replay: Any, supervisor: Supervisor) -> None:
+    source = source_over(replay, supervisor, groups_timeout_s=3.0)
+    source.open(step=0, frontier=SCHEDULE.frontier(0))
+    fill(replay, 0, limit=1)
+    with pytest.raises(WaitTimeoutError) as caught:
+        source.take(target_step=0)
+    assert "step 1 has no complete set of groups after" in str(caught.value)
+    assert "cluster.groups_timeout_s is 3" in str(caught.value)
+    assert f"step 0 has 1 of {PROMPTS} groups" in str(caught.value)
+
+
+def test_a_collector_that_reported_its_death_ends_a_waiting_take(replay: Any, supervisor: Supervisor) -> None:
+    source = source_over(replay, supervisor)
+    source.open(step=0, frontier=SCHEDULE.frontier(0))
+    threading.Timer(0.5, lambda: replay.fail.remote("reward of ordinal 3 is NaN")).start()
+    with pytest.raises(PartDiedError, match="the collector stopped: reward of ordinal 3 is NaN"):
+        source.take(target_step=0)

@@ -1,0 +1,42 @@
+"""`RankZero` over two ranks: both see the result or the failure, and stay in step afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_ppo.testing.fakes import make_group
+from tests.functional.worker_pair import WorkerPair, worker_pair
+
+pytestmark = [pytest.mark.ray]
+
+JOBS = "tests.functional.ray_actors.rank_zero_jobs"
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[WorkerPair]:
+    with worker_pair() as running:
+        yield running
+
+
+def test_every_rank_gets_the_result_or_the_failure_of_rank_zero(pair: WorkerPair) -> None:
+    zero, one = pair.run(f"{JOBS}:outcomes")
+    for seen in (zero, one):
+        assert seen["before"] == {"step": 4}
+        assert seen["group"] == make_group(ordinal=7, target_step=2)
+        assert seen["nothing"] is None
+        assert seen["after"] == [1, 2]
+    assert zero["calls"] == ["{'step': 4}", "None", "[1, 2]"]
+    assert one["calls"] == []
+    assert zero["raised"] == "NonFiniteError: the reward is NaN"
+    assert one["raised"] == (
+        "PartDiedError: rank 0 failed during validation after step 5: NonFiniteError: the reward is NaN"
+    )
+
+
+def test_a_dead_collector_is_raised_by_the_take_of_every_rank(pair: WorkerPair) -> None:
+    zero, one = pair.run(f"{JOBS}:take_without_actors")
+    cause = "the collector died: EngineDeadError: killed"
+    assert zero == [cause]
+    assert one == [f"rank 0 failed during take of step 3: PartDiedError: {cause}"]
