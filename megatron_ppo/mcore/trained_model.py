@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -248,11 +248,6 @@ class TrainedModel:
         gathered: list[Any] = [None] * self.parallel.model.size()
         dist.all_gather_object(gathered, sums, group=self.parallel.model)
         return hashlib.sha256(repr(gathered).encode()).hexdigest()
-
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's shards, detached, in Megatron's names."""
-        for name, parameter in self.gpt.named_parameters():
-            yield name, parameter.detach()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -192,17 +192,18 @@ def logit_difference(*, folder: str, layout: Layout) -> float:
     """Largest |difference| of any logit to transformers; for layouts of one pipeline stage."""
     import transformers
 
-    with context(layout) as parallel, torch.no_grad():
+    with context(layout) as parallel:
         # Only now: the context has prepared this process for Megatron.
         from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
         policy = MegatronPolicy(parallel=parallel, **settings(folder))
         token_ids = random_batch(rows=3, width=64).token_ids_BT
         position_ids = torch.arange(64).expand_as(token_ids)
-        part = policy.trained.gpt(input_ids=token_ids, position_ids=position_ids, attention_mask=None)
-        mine = gather_from_tensor_model_parallel_region(part, group=parallel.tensor)
         reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        theirs = reference(token_ids).logits
+        with torch.no_grad():
+            part = policy.trained.gpt(input_ids=token_ids, position_ids=position_ids, attention_mask=None)
+            mine = gather_from_tensor_model_parallel_region(part, group=parallel.tensor)
+            theirs = reference(token_ids).logits
         return float((mine[..., : theirs.shape[-1]] - theirs).abs().max())
 
 
