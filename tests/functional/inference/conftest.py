@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -15,9 +14,14 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def engine_process_environment() -> None:
-    """What vLLM reads while it is imported; it stays for the rest of the session."""
-    os.environ.update(engine_environment(device_type="cpu"))
+def engine_process_environment() -> Iterator[None]:
+    """What vLLM reads while it is imported."""
+    # TORCH_COMPILE_DISABLE is read when torch is imported, which has happened by now; without the second
+    # variable, read at every use, the first generation would wait for a C++ compiler.
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (engine_environment(device_type="cpu") | {"TORCHDYNAMO_DISABLE": "1"}).items():
+            patch.setenv(name, value)
+        yield
 
 
 @pytest.fixture(scope="module", params=["tied", "untied"])

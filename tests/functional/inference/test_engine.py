@@ -121,12 +121,16 @@ def test_a_request_after_an_in_flight_refit_does_not_read_blocks_that_a_running_
 
 def test_a_request_frozen_before_its_first_token_starts_again_under_the_new_version(rig: EngineRig):
     rig.publish(rig.models[0])
+    # Keeps blocks of the old weights alive, which the frozen request could start from.
+    running = rig.begin(LONG_PROMPT, max_new_tokens=250)
+    _wait_until_sampling(rig, 1)
     # Frozen engine: what enters now cannot sample before the weights change.
     rig.loop.run(rig.engine._live().pause_generation(mode="keep", clear_cache=False))
-    frozen = rig.begin(LONG_PROMPT)
-    _wait_until(lambda: rig.loop.run(rig.engine.health()).running == 1, what="the request to enter")
+    assert not running.done()
+    frozen = rig.begin(LONG_PROMPT, seeds=[2])
+    _wait_until(lambda: rig.loop.run(rig.engine.health()).running == 2, what="the request to enter")
     version = rig.publish(rig.models[1], in_flight=True)
-    [completion] = frozen.result(60)
+    [[completion], _] = rig.finish([frozen, running])
     assert [span.version for span in completion.spans] == [version]
     assert worst_difference(rig.models[1], LONG_PROMPT, completion, version) < TOLERANCE_NATS
 
