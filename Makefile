@@ -1,7 +1,7 @@
 # One entry point for everything: `make help`. CI calls only these targets.
 #
 # Variables: PYTHON (a Python 3.11), PIP_ARGS (extra index or folder of wheels), NPROC (trainer ranks),
-# EXPERIMENT, ARGS (passed to the command), PYTEST_ARGS.
+# EXPERIMENT, ARGS (passed to the command), PYTEST_ARGS, PART (of the benchmarks).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -23,6 +23,7 @@ NPROC ?= 1
 EXPERIMENT ?= megatron_40step
 ARGS ?=
 PYTEST_ARGS ?=
+PART ?= step_time refit_time whole_run
 
 BIN := .venv/bin
 REQUIREMENTS := requirements/cpu.txt requirements/cpu-nodeps.txt requirements/dev.txt
@@ -89,6 +90,10 @@ test: setup ## unit and functional tests: real processes, under 25 minutes on 2 
 test-long: setup ## the slow tests that CI leaves out
 	$(BIN)/python -m pytest -m slow tests/unit tests/functional $(PYTEST_ARGS)
 
+.PHONY: proof
+proof: setup ## seeds, variants and broken trainers as real runs, into docs/runs.md; continues where it stopped
+	$(BIN)/python tests/proof/run_proof.py $(ARGS)
+
 .PHONY: lint
 lint: setup ## ruff, mypy --strict on the core, import contracts, spelling, generated files
 	$(BIN)/ruff check .
@@ -110,6 +115,10 @@ docs: setup ## generate docs/configuration.md and conf/ defaults from the schema
 .PHONY: doctor
 doctor: setup ## examine this machine and the environment
 	$(BIN)/python scripts/doctor.py
+
+.PHONY: bench
+bench: setup ## step time, refit time, memory of a whole run: PART (all three), ARGS with a single PART
+	@for part in $(PART); do $(BIN)/python -m benchmarks.$$part $(ARGS); done
 
 .PHONY: compat
 compat: $(COMPAT_STAMP) ## the tests under Python 3.12 and megatron-core 0.19.2, in .venv-compat
