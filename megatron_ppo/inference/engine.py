@@ -138,7 +138,9 @@ class VllmEngine:
 
     async def pids(self) -> tuple[int, ...]:
         """This process first, then the engine core and its workers where they are processes of their own."""
-        return (os.getpid(), *engine_core_pids(self._live()))
+        llm = self._live()
+        workers = await llm.collective_rpc("megatron_ppo_worker_pid")
+        return tuple(dict.fromkeys((os.getpid(), *engine_core_pids(llm), *workers)))
 
     async def shutdown(self) -> None:
         """Stop vLLM and its processes. Harmless when repeated."""

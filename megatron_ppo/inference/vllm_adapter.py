@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Collection, Mapping
 from typing import Literal
 
-import psutil
 from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
@@ -81,16 +80,10 @@ def unstarted_requests(llm: AsyncLLM, request_ids: Collection[str]) -> set[str]:
 
 
 def engine_core_pids(llm: AsyncLLM) -> tuple[int, ...]:
-    """Process ids of the engine core and of its workers; empty when the core is a thread of this process.
+    """Process ids of the engine cores; empty when the core is a thread of this process.
 
     vllm 0.32 and 0.33 keep the processes in `engine_core.resources.engine_manager`.
     """
     manager = llm.engine_core.resources.engine_manager
-    pids: list[int] = []
-    for process in [] if manager is None else manager.processes:
-        if process.pid is None:
-            continue
-        pids.append(process.pid)
-        with contextlib.suppress(psutil.NoSuchProcess):
-            pids.extend(child.pid for child in psutil.Process(process.pid).children(recursive=True))
-    return tuple(pids)
+    processes = [] if manager is None else manager.processes
+    return tuple(process.pid for process in processes if process.pid is not None)

@@ -71,15 +71,11 @@ class LocalFleet:
     `tell` lets a test hand the engine another manifest than the sender has.
     """
 
-    def __init__(self, engine: VllmEngine, loop: LoopThread) -> None:
+    def __init__(self, engine: VllmEngine, loop: LoopThread, num_workers: int) -> None:
         self._engine = engine
         self._loop = loop
+        self.num_workers = num_workers
         self.tell = lambda manifest: manifest
-
-    @property
-    def num_workers(self) -> int:
-        """See the port."""
-        return 1
 
     def join_refit_group(self, spec: RefitGroupSpec) -> LocalCalls:
         """See the port."""
@@ -101,11 +97,13 @@ class LocalFleet:
 class EngineRig:
     """An engine that serves `models[0]` as version 0 to begin with; every publish counts up."""
 
-    def __init__(self, engine: VllmEngine, loop: LoopThread, models: Sequence[Qwen2ForCausalLM]) -> None:
+    def __init__(
+        self, engine: VllmEngine, loop: LoopThread, models: Sequence[Qwen2ForCausalLM], num_workers: int
+    ) -> None:
         self.engine = engine
         self.loop = loop
         self.models = models
-        self.fleet = LocalFleet(engine, loop)
+        self.fleet = LocalFleet(engine, loop, num_workers)
         self.version = 0
 
     @contextmanager
@@ -177,7 +175,7 @@ class EngineRig:
 
 
 @contextmanager
-def running_rig(folder: Path, *, tied: bool, max_num_seqs: int = 8) -> Iterator[EngineRig]:
+def running_rig(folder: Path, *, tied: bool, tensor_parallel_size: int = 1) -> Iterator[EngineRig]:
     """A rig with two models of the same shape."""
     models = [tiny_model(seed, tied=tied) for seed in (1, 2)]
     models[0].save_pretrained(folder)
@@ -185,14 +183,15 @@ def running_rig(folder: Path, *, tied: bool, max_num_seqs: int = 8) -> Iterator[
     engine = VllmEngine(
         model=str(folder),
         max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=8,
+        tensor_parallel_size=tensor_parallel_size,
         engine_core="thread",
         kv_cache_memory_bytes=64 * 2**20,
         initial_version=0,
     )
     loop.run(engine.start(), timeout_s=240)
     try:
-        yield EngineRig(engine, loop, models)
+        yield EngineRig(engine, loop, models, tensor_parallel_size)
     finally:
         loop.run(engine.shutdown())
         loop.close()

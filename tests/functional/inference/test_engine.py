@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING
@@ -165,6 +166,10 @@ def test_a_cancelled_request_is_aborted_in_the_engine(rig: EngineRig):
         future.result(10)
     _wait_until(lambda: rig.loop.run(rig.engine.health()).running == 0, what="the request to leave")
     assert rig.engine._live().get_num_unfinished_requests() == 0
+
+
+def test_a_core_in_a_thread_has_no_process_of_its_own(rig: EngineRig):
+    assert rig.loop.run(rig.engine.pids()) == (os.getpid(),)
 
 
 def test_a_prompt_longer_than_the_model_is_a_generation_error(rig: EngineRig):
