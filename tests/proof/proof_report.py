@@ -6,6 +6,7 @@ so other parts of the document may be written by hand or by other tools.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,6 +95,22 @@ def write_report(document: Path, folders: ProofFolders, cases: tuple[Case, ...])
     return proof
 
 
+def record_curves(folder: Path, proof: Proof) -> None:
+    """Write what the gates read of one good seed and of the broken cases, at five digits, a few kilobytes each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for case in proof.cases:
+        result = proof.results[case.id]
+        if result is None or not result["curves"] or not (case.section == "broken" or case.id == "seed_0"):
+            continue
+        curves = {
+            name: [[step, float(f"{value:.5g}")] for step, value in points]
+            for name, points in sorted(result["curves"].items())
+        }
+        text = json.dumps({"case": case.id, "commit": result["commit"], "curves": curves})
+        # One line a metric, so that a new recording can be compared with the old one.
+        (folder / f"{case.id}.json").write_text(text.replace('"train/', '\n"train/') + "\n", encoding="utf-8")
+
+
 def with_section(text: str, name: str, body: str) -> str:
     """The document with the section replaced, or appended when it has none of that name."""
     begin, end = f"<!-- begin {name}: written by `make proof` -->", f"<!-- end {name} -->"
@@ -126,7 +143,7 @@ Done = Sequence[tuple[Case, Result]]
 
 SEED_COLUMNS = (
     "seed", "reward 1-5", "reward 11-20", "reward 36-40", "val 0 / 10 / 20 / 30 / 40", "EV 6-20", "EV 31-40", "clip",
-    "entropy", "KL", "age", "probe", "gates", "wall s", "GB",
+    "entropy", "KL", "age", "probe", "gates", "wall s", "GB", "commit",
 )  # fmt: skip
 COLUMNS_MEAN = """EV is the critic's explained variance before the update; clip fraction over steps 6-40; entropy over
 steps 31-40, in nats; KL is that of engine against trainer over steps 6-40, in nats; age is the largest in weight
@@ -201,7 +218,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _provenance(done: Done) -> str:
     machines = sorted({result["machine"] for _, result in done})
-    commits = sorted({result["commit"] for _, result in done})
+    commits = sorted({result["commit"][:7] for _, result in done})
     days = sorted(result["started_utc"][:10] for _, result in done)
     loads = [result["load_at_start"] for _, result in done]
     period = days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
@@ -262,6 +279,7 @@ def _costs(result: Result) -> list[str]:
         f"{gates - len(failed_gates(result))}/{gates}",
         f"{result['wall_s']:.0f}",
         f"{result['peak_pss_bytes'] / 1e9:.1f}",
+        result["commit"][:7],
     ]
 
 

@@ -5,6 +5,8 @@
     python tests/proof/run_proof.py --only 'broken_*' --redo
     python tests/proof/run_proof.py --budget-minutes 60  starts no run after that; call it again to continue
     python tests/proof/run_proof.py --report             only rewrites docs/runs.md
+    python tests/proof/run_proof.py --report --record tests/unit/proof/recorded
+                                                         keeps the curves that the unit tests judge again
 
 Every case leaves outputs/proof/<case>.json, so that several calls continue one proof. Exit code: 0 when all that was
 asked for has run and shows what it must, otherwise 1.
@@ -20,7 +22,7 @@ from pathlib import Path
 from proof_cases import DEFAULT_SEEDS, all_cases, select
 from proof_jobs import ROOT, ProofFolders, has_run, run_case
 from proof_mutations import MUTATIONS_ID, run_mutations
-from proof_report import Proof, verdict_of, write_report
+from proof_report import Proof, record_curves, verdict_of, write_report
 
 
 def main() -> int:
@@ -54,6 +56,8 @@ def main() -> int:
             print(f"  {verdict.text} ({result['wall_s']:.0f} s)", flush=True)
             report()
     proof = report()
+    if arguments.record is not None:
+        record_curves(arguments.record, proof)
     if left:
         print(f"{left} cases left after {arguments.budget_minutes:g} minutes; call it again to continue")
     failures = proof.failures(chosen, mutations=wants_mutations)
@@ -81,6 +85,9 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument(
         "--document", type=Path, default=ROOT / "docs" / "runs.md", help="file with the tables"
+    )
+    parser.add_argument(
+        "--record", type=Path, help="folder for the curves of one seed and of the broken cases"
     )
     return parser.parse_args()
 
