@@ -30,9 +30,10 @@ from megatron_ppo.protocol.weights import RefitGroupSpec
 logger = logging.getLogger(__name__)
 
 SENDER_RANK = 0
-_ACCEPTED = b"accepted"
-# Polling bounds: short enough to add nothing measurable to a bucket, long enough not to burn the core that
-# the receiving engine needs.
+_ACCEPTED = "accepted"
+# Pauses between two polls: a fixed share of the time waited so far, so that a bucket of any size is noticed with at
+# most that delay, within bounds that keep a long wait from burning the core that the receiving engine needs.
+_POLL_SHARE = 0.1
 _POLL_MIN_S = 0.0002
 _POLL_MAX_S = 0.01
 _ABANDONED = "abandoned"
@@ -112,7 +113,7 @@ class BroadcastGroup:
                 store.tcp_store if store else dist.TCPStore(spec.host, spec.port, None, False, timeout)
             )
             self._store = dist.PrefixStore(f"refit_{spec.generation}", tcp_store)
-            self._group: dist.Backend | None = _process_group(spec, self._store, rank, device)
+            self._group: dist.ProcessGroup | None = _process_group(spec, self._store, rank, device)
         except RuntimeError as error:  # DistStoreError and gloo's errors both derive from it
             raise RefitError(
                 f"rank {rank} could not join refit group generation {spec.generation} of {spec.world_size} "
@@ -134,8 +135,8 @@ class BroadcastGroup:
         keys = [f"{transfer}/answer/{rank}" for rank in receivers]
         self._poll(lambda: self._store.check(keys), "all receivers to accept the manifest", check_peers)
         for rank, key in zip(receivers, keys, strict=True):
-            if (answer := self._store.get(key)) != _ACCEPTED:
-                raise RefitError(f"refit group rank {rank} refused the manifest: {answer.decode()}")
+            if (answer := self._store.get(key).decode()) != _ACCEPTED:
+                raise RefitError(f"refit group rank {rank} refused the manifest: {answer}")
 
     def accept_manifest(self, digest: str) -> None:
         """Receiver: compare the sender's digest with one's own and answer, before any byte moves.
@@ -203,7 +204,7 @@ class BroadcastGroup:
         return self._transfer
 
     def _poll(self, done: Callable[[], bool], what: str, check_peers: CheckPeers | None) -> None:
-        started, pause_s = time.monotonic(), _POLL_MIN_S
+        started = time.monotonic()
         next_look_s = _ABANDONED_LOOK_S
         while not done():
             if check_peers is not None:
@@ -221,11 +222,12 @@ class BroadcastGroup:
                     f"refit group rank {self.rank}, generation {self.spec.generation}: "
                     f"waited {waited_s:.0f} s for {what}; the limit is {self.spec.timeout_s:.0f} s"
                 )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _POLL_MAX_S)
+            time.sleep(min(max(_POLL_MIN_S, _POLL_SHARE * waited_s), _POLL_MAX_S))
 
 
-def _process_group(spec: RefitGroupSpec, store: dist.Store, rank: int, device: torch.device) -> dist.Backend:
+def _process_group(
+    spec: RefitGroupSpec, store: dist.Store, rank: int, device: torch.device
+) -> dist.ProcessGroup:
     timeout = timedelta(seconds=spec.timeout_s)
     if spec.backend == "nccl":
         nccl = dist.ProcessGroupNCCL.Options()
@@ -244,7 +246,7 @@ def _process_group(spec: RefitGroupSpec, store: dist.Store, rank: int, device: t
     return dist.ProcessGroupGloo(store, rank, spec.world_size, gloo)
 
 
-def _drop(holder: list[dist.Backend]) -> None:
+def _drop(holder: list[dist.ProcessGroup]) -> None:
     holder.clear()
 
 
