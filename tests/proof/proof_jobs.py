@@ -97,7 +97,7 @@ def run_case(case: Case, folders: ProofFolders) -> dict[str, Any]:
         "peak_pss_bytes": peak_bytes,
         "exit_code": process.returncode,
         "earlier_failures": _earlier_failures(folders.read(case.id)),
-        **_outcome(base, started),
+        **outcome_of(base, started),
     }
     write_json_atomically(folders.state_path(case.id), result)
     return result
@@ -205,7 +205,7 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _outcome(base: Path, started_unix_s: float) -> dict[str, Any]:
+def outcome_of(base: Path, started_unix_s: float) -> dict[str, Any]:
     """Gates and curves of the run that this job made."""
     manifests = [
         path
