@@ -62,6 +62,8 @@ def suggestion(key: str) -> str:
         for known in known_keys()
         if known.rpartition(".")[0] == parent
     ]
+    if not parent:
+        siblings.append("experiment")  # a group of files and no key, but chosen on the same command line
     close = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.7)
     if close:
         return f"; did you mean {parent + '.' if parent else ''}{close[0]}?"
@@ -69,6 +71,8 @@ def suggestion(key: str) -> str:
     elsewhere = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.85)
     if elsewhere:
         return f"; did you mean {leaves[elsewhere[0]]}?"
+    if parent and parent not in known_keys():
+        return suggestion(parent)  # the section is what is misspelt
     if siblings:
         return f"; {parent or 'the configuration'} has: {_listed(siblings)}"
     return ""

@@ -230,6 +230,8 @@ def test_all_findings_of_the_schema_are_reported_together() -> None:
 MISSPELT = [
     ("schedule.max_trajectory_age_step=1", "did you mean schedule.max_trajectory_age_steps?"),
     ("schedules.max_trajectory_age_steps=1", "did you mean schedule.max_trajectory_age_steps?"),
+    ("shedule.x=1", "did you mean schedule?"),  # codespell:ignore shedule
+    ("+experimentt=cpu_smoke", "did you mean experiment?"),
     ("algorithm.gae_lambda=1", "did you mean advantage.gae_lambda?"),
     ("+schedule.max_age=1", "schedule has: max_trajectory_age_steps"),
     ("+policy.optimizer.learning_rate=1", "policy.optimizer has: lr"),
@@ -243,7 +245,7 @@ MISSPELT = [
 
 @pytest.mark.parametrize(("word", "fragment"), MISSPELT)
 def test_misspelt_key_is_refused_with_a_suggestion(word: str, fragment: str) -> None:
-    message = composition_refusal(*(["+experiment=cpu_smoke"] if "experiment" not in word else []), word)
+    message = composition_refusal(*(["+experiment=cpu_smoke"] if "experiment=" not in word else []), word)
     assert message.startswith("bad configuration: ")
     if fragment != "loss=[":
         assert fragment in message
