@@ -1,6 +1,7 @@
 """A refit against what it cannot do without: a raw broadcast of the same bytes plus the engine's own reload.
 
-    python -m benchmarks.refit_time [--model tiny] [--model 30m] [--model 100m] [--repeats 9]
+    python -m benchmarks.refit_time [--model tiny] [--model 30m] [--model 100m] [--repeats 15]
+    python -m benchmarks.refit_time --model 30m --set refit.bucket_bytes=16777216
 
 The sender is the real Megatron policy, the receiver the real vLLM engine in its actor. Refit and baselines are
 measured in turn in one run, so that all of them meet the same machine. CPU only: the raw broadcast is gloo's.
@@ -60,12 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=list(MODELS), action="append", help="default: tiny and 30m")
-    parser.add_argument("--repeats", type=int, default=9, help="rounds measured (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=15, help="rounds measured (default: %(default)s)")
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     facts = machine()
     show_machine(facts)
-    results = {name: measure(name, repeats=options.repeats) for name in options.model or ["tiny", "30m"]}
+    results = {
+        name: measure(name, overrides=options.overrides, repeats=options.repeats)
+        for name in options.model or ["tiny", "30m"]
+    }
     show_table(
         f"refit, medians of {options.repeats} rounds",
         [
@@ -76,17 +81,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "refit, s",
             "of which transfer, s",
             "refit / (raw + reload)",
+            "the same, fastest rounds",
         ],
-        [_row(name, result["median"]) for name, result in results.items()],
+        [
+            [*_row(name, result["median"]), f"{result['fastest']['ratio']:.2f}"]
+            for name, result in results.items()
+        ],
     )
     save("refit_time", facts, results)
 
 
-def measure(name: str, *, repeats: int) -> dict[str, dict[str, float]]:
+def measure(name: str, *, overrides: Sequence[str], repeats: int) -> dict[str, dict[str, float]]:
     """Medians, and the fastest round, of one model."""
     rounds: list[dict[str, float]] = []
     print(f"{name}: starting policy and engine", flush=True)
-    with _quiet(OUTPUT / "runs" / f"refit_{name}"), _bench(name) as bench:
+    with _quiet(OUTPUT / "runs" / f"refit_{name}"), _bench(name, overrides) as bench:
         for _ in range(_UNMEASURED + repeats):
             rounds.append({key: value for part in bench.measure.values() for key, value in part().items()})
     rounds = rounds[_UNMEASURED:]
@@ -108,9 +117,9 @@ def _quiet(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _bench(name: str) -> Iterator[Bench]:
+def _bench(name: str, overrides: Sequence[str]) -> Iterator[Bench]:
     """The parts of a job that take part in a refit, on this process and in one engine."""
-    config = load(MODELS[name])
+    config = load([*MODELS[name], *overrides])
     derived = derive(config, 1)
     folder = model_folder(
         config.policy.model,

@@ -57,7 +57,10 @@ class WeightSource(Protocol):
         ...
 
     def full_weights(self) -> Iterator[Tensor]:
-        """Collective over all ranks: gathers one tensor at a time. Only rank 0 may read what it yields."""
+        """Collective over all ranks: gathers one tensor at a time. Only rank 0 may read what it yields.
+
+        A yielded tensor may share the memory of a parameter: copy it before the next update, do not write to it.
+        """
         ...
 
 

@@ -267,7 +267,8 @@ def export_hf_weights(module: torch.nn.Module, weight_map: WeightMap) -> Iterato
     """Full Hugging Face tensors, the same on every rank, in the order of `hf_weight_metadata`.
 
     Collective over all ranks of the model: each parameter is gathered over its stage's tensor group, then
-    sent to the other pipeline stages. At most one parameter is held in full.
+    sent to the other pipeline stages. At most one parameter is held in full. What needs no gathering is yielded
+    as a view of the parameter, which the next update changes.
     """
     parameters = {name: p.detach() for name, p in module.named_parameters()}
     parallel, model = weight_map.parallel, weight_map.model
@@ -299,17 +300,22 @@ def _split(shards: list[Tensor], piece: _Piece, model: HFModelConfig) -> list[Te
     if piece.layout == "whole":
         return shards
     if piece.layout == "columns":
-        return [torch.cat(shards, dim=1)]
+        return [_joined(shards, dim=1)]
     if piece.layout == "rows":
-        return [torch.cat(shards)[: piece.outputs[0][1][0]]]
+        return [_joined(shards)[: piece.outputs[0][1][0]]]
     if piece.layout == "gate_up":
         halves = [shard.chunk(2) for shard in shards]
-        return [torch.cat([half[part] for half in halves]) for part in (0, 1)]
-    fused = torch.cat(shards)
+        return [_joined([half[part] for half in halves]) for part in (0, 1)]
+    fused = _joined(shards)
     blocks = fused.view(model.num_kv_heads, -1, *fused.shape[1:])
     queries = model.num_heads // model.num_kv_heads * model.head_dim
     parts = blocks.split([queries, model.head_dim, model.head_dim], dim=1)
     return [part.reshape(-1, *fused.shape[1:]) for part in parts]
+
+
+def _joined(shards: list[Tensor], dim: int = 0) -> Tensor:
+    # torch.cat copies even a single tensor, and without tensor parallelism that would be most of an export.
+    return shards[0] if len(shards) == 1 else torch.cat(shards, dim=dim)
 
 
 def _from_stage(
