@@ -50,7 +50,7 @@ class BroadcastRefit:
         sink: EngineFleet | None,
         store: BroadcastStore | None,
         device: torch.device | str = "cpu",
-        bucket_bytes: int = 64 * 2**20,
+        bucket_bytes: int = 32 * 2**20,
         in_flight: bool = False,
         recompute_kv: bool = False,
         timeout_s: float = 120.0,
