@@ -10,6 +10,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+# What every generator takes: NumPy's have 32 bits, and torch's 64 also hold the step and the epoch.
+MAX_SEED = 2**32 - 1
+
 
 class Section(BaseModel):
     """A frozen part of the configuration. Unknown keys and values of another type are errors."""

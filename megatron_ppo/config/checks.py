@@ -29,6 +29,7 @@ _MAP_FOLDER = "megatron_ppo.mcore.hf_config.read_hf_config"
 _OPTIMIZER = "megatron_ppo.mcore.settings.OptimizerSettings"
 _SCHEDULER = "megatron_ppo.mcore.settings.SchedulerSettings"
 _CHECK_RUN_DIRECTORY = "megatron_ppo.telemetry.run_dir.check_base_dir"
+_CHECK_CONTINUED_RUN = "megatron_ppo.telemetry.run_dir.check_continued_run"
 
 # Arguments of vLLM that have a key of their own, and those that would falsify which weights sampled a token.
 _RESERVED_ENGINE_ARGS: dict[str, str] = {
@@ -325,6 +326,8 @@ def _check_run_directory(config: RunConfig) -> None:
         raise ConfigError(
             f"run.resume: got {config.run.resume!r}; allowed: auto, never, or the folder of an existing run"
         )
+    else:
+        resolve(_CHECK_CONTINUED_RUN)(Path(config.run.resume), name=config.run.name)
 
 
 def _max_model_len(config: RunConfig, policy: ModelFacts) -> int:

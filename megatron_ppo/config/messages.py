@@ -133,6 +133,8 @@ def hydra_problem(error: Exception) -> str:
         key = unknown[1]
         if "defaults list" in text:
             return f"{key}: no such group choice is set by default; write +{key}=… to add one"
+        if key in known_keys():  # its entries have free names, which Hydra lets a word add but not replace
+            return f"{key}: new entries are added one by one; write +{key}.NAME=VALUE"
         return f"{key}: unknown key{suggestion(key)}"
     if missing := re.search(r"Could not find '([^']+)'", text):
         group, _, choice = missing[1].rpartition("/")

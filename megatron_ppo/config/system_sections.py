@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import JsonValue
 
-from megatron_ppo.config.base import BuiltSection, Section, setting, target_field
+from megatron_ppo.config.base import MAX_SEED, BuiltSection, Section, setting, target_field
 
 
 class RunSection(Section):
@@ -16,7 +16,7 @@ class RunSection(Section):
     name: str = setting(
         doc="Name of the experiment; part of the run directory.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
     )
-    seed: int = setting(42, "Seed that all randomness of the run is derived from.", ge=0)
+    seed: int = setting(42, "Seed that all randomness of the run is derived from.", ge=0, le=MAX_SEED)
     max_num_steps: int = setting(doc="Training steps.", unit="steps", ge=1)
     max_num_epochs: int = setting(
         -1,

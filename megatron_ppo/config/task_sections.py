@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from megatron_ppo.config.base import Section, setting
+from megatron_ppo.config.base import MAX_SEED, Section, setting
 
 Statistic = Literal["mean", "median", "min", "max", "last", "first"]
 
@@ -15,7 +15,9 @@ Statistic = Literal["mean", "median", "min", "max", "last", "first"]
 class DataSection(Section):
     """Keys that every task has."""
 
-    seed: int = setting(1234, "Seed of the prompts. Their order over the run comes from run.seed.", ge=0)
+    seed: int = setting(
+        1234, "Seed of the prompts. Their order over the run comes from run.seed.", ge=0, le=MAX_SEED
+    )
     num_train: int = setting(4000, "Training prompts; the endless stream repeats them.", unit="prompts", ge=1)
     num_validation: int = setting(256, "Held-out prompts, none of them trained on.", unit="prompts", ge=1)
     max_prompt_tokens: int = setting(
@@ -105,7 +107,7 @@ class ValidationSection(Section):
     max_new_tokens: int | None = setting(
         None, "Response limit. null is inference.max_new_tokens.", unit="tokens", ge=1
     )
-    seed: int = setting(0, "Seed of validation sampling.", ge=0)
+    seed: int = setting(0, "Seed of validation sampling.", ge=0, le=MAX_SEED)
 
 
 class GateReference(Section):

@@ -259,6 +259,24 @@ def check_base_dir(base_dir: Path, *, name: str) -> None:
         )
 
 
+def check_continued_run(path: Path, *, name: str) -> RunManifest:
+    """The manifest of the run directory `path`, which `run.resume` names.
+
+    Raises: ConfigError when it is no run directory, or a run of another experiment.
+    """
+    try:
+        manifest = RunDirectory(path=path).read_manifest()
+    except ConfigError as error:
+        raise ConfigError(
+            f"run.resume={path}: {error}; give the folder that holds {MANIFEST_NAME}"
+        ) from error
+    if manifest.name != name:
+        raise ConfigError(
+            f"run.resume={path} is a run of experiment {manifest.name!r}, but run.name={name!r}"
+        )
+    return manifest
+
+
 def open_run(base_dir: Path, *, name: str, config: Mapping[str, object], resume: str) -> OpenRun:
     """Create a run, or continue one, and lock it.
 
@@ -325,11 +343,7 @@ def _create_run(base_dir: Path, *, name: str, config: Mapping[str, object]) -> O
 
 
 def _continue_run(directory: RunDirectory, *, name: str, config: Mapping[str, object]) -> OpenRun:
-    manifest = directory.read_manifest()
-    if manifest.name != name:
-        raise ConfigError(
-            f"run.resume={directory.path} is a run of experiment {manifest.name!r}, but run.name={name!r}"
-        )
+    manifest = check_continued_run(directory.path, name=name)
     lock = RunLock(directory.lock_path)
     try:
         now_s = time.time()

@@ -12,6 +12,7 @@ from composed import changed
 from megatron_ppo.config.checks import derive
 from megatron_ppo.config.compose import compose_values, load
 from megatron_ppo.protocol.errors import ConfigError
+from megatron_ppo.telemetry.run_dir import open_run
 
 QWEN2: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -72,6 +73,9 @@ BAD_VALUES: list[tuple[dict[str, Any], list[str]]] = [
         ],
     ),
     ({"loss.force_on_policy_ratio": True}, ["loss.force_on_policy_ratio", "got True", "must be false"]),
+    ({"run.seed": 2**32}, ["run.seed", "got 4294967296", "4294967295"]),  # more would overflow torch's seed
+    ({"data.seed": 2**32}, ["data.seed", "4294967295"]),
+    ({"validation.seed": 2**32}, ["validation.seed", "4294967295"]),
     ({"inference.colocated": True}, ["inference.colocated", "got True", "must be false"]),
     ({"inference.backend": "sglang"}, ["inference.backend", "'sglang'", "allowed: 'vllm'"]),
     ({"inference.asynchronous": False}, ["inference.asynchronous", "got False", "must be true"]),
@@ -323,6 +327,25 @@ def test_directory_of_another_experiment_is_refused(tmp_path: Path) -> None:
     message = refusal({"run.dir": str(tmp_path)})
     assert str(tmp_path) in message
     assert "empty" in message
+
+
+def test_continuing_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    message = refusal({"run.resume": str(tmp_path)})
+    assert [part for part in ("run.resume", str(tmp_path), "run.json") if part not in message] == []
+
+
+def test_continuing_a_run_of_another_experiment_is_refused(tmp_path: Path) -> None:
+    with open_run(tmp_path, name="other", config={}, resume="never") as run:
+        message = refusal({"run.resume": str(run.directory.path)})
+    assert "'other'" in message
+    assert "run.name='cpu_smoke'" in message
+
+
+def test_replacing_free_entries_as_a_whole_says_how_to_add_one() -> None:
+    message = composition_refusal("+experiment=cpu_smoke", "inference.engine={block_size: 32}")
+    assert "+inference.engine.NAME=VALUE" in message
+    config = load(["+experiment=cpu_smoke", "+inference.engine.block_size=32"])
+    assert config.inference.engine == {"block_size": 32}
 
 
 def test_composition_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
