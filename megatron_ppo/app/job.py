@@ -12,6 +12,7 @@ import datetime
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ppo.app.actors import RunActors, run_actors, validation_sampling
+from megatron_ppo.app.limits import GENERATION_TIMEOUT_S, control_timeout_s
 from megatron_ppo.config.derived import Derived
 from megatron_ppo.config.schema import RunConfig
 from megatron_ppo.config.targets import build, resolve
@@ -32,6 +34,7 @@ from megatron_ppo.loop.probe import ProbedRefit
 from megatron_ppo.loop.recorded import RecordedGroups
 from megatron_ppo.loop.validation import EngineValidator
 from megatron_ppo.mcore.parallel import DistributedRuntime, distributed_runtime
+from megatron_ppo.protocol.errors import MegatronPPOError
 from megatron_ppo.protocol.trajectory import SamplingSettings
 from megatron_ppo.ray_actors.rank0 import RankZero, RayGroupSource
 from megatron_ppo.refit.agreement import agreement_over
@@ -47,8 +50,6 @@ from megatron_ppo.transport.broadcast_group import BroadcastStore, backend_for
 logger = logging.getLogger(__name__)
 
 FAILED = 1
-GENERATION_TIMEOUT_S = 600.0
-"""Limit of one validation or probe; the engines' own deadlines are shorter."""
 
 
 def run_job(config: RunConfig, derived: Derived, *, alter: Callable[[Parts], Parts] | None = None) -> int:
@@ -61,10 +62,16 @@ def run_job(config: RunConfig, derived: Derived, *, alter: Callable[[Parts], Par
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with distributed_runtime(timeout_s=config.cluster.process_group_timeout_s) as runtime:
         control = dist.new_group(
-            backend="gloo", timeout=datetime.timedelta(seconds=config.cluster.process_group_timeout_s)
+            backend="gloo", timeout=datetime.timedelta(seconds=control_timeout_s(config))
         )
         rank_zero = RankZero(rank=runtime.rank, world_size=runtime.world_size, group=control)
-        with _run_directory(config, rank_zero, runtime.rank) as (run, directory):
+        with contextlib.ExitStack() as stack:
+            try:
+                run, directory = stack.enter_context(_run_directory(config, rank_zero, runtime.rank))
+            except (MegatronPPOError, OSError) as error:  # there is no log file yet, and no actor to end
+                if runtime.rank == 0:
+                    sys.stderr.write(f"FAILED: {type(error).__name__}: {error}\n")
+                return FAILED
             log_path = directory.log_path(f"trainer_rank_{runtime.rank}")
             level = logging.getLevelNamesMapping()[config.telemetry.log_level]
             with redirect_process_output(log_path, level=level) as terminal, _terminate_as_exit():
@@ -155,6 +162,7 @@ class _Job:
         policy_folder, critic_folder = self._model_folders()
         task_kwargs = self._task_kwargs(policy_folder)
         task = build_task(**task_kwargs)
+        task.check_prompt_lengths(config.data.max_prompt_tokens)
         with contextlib.ExitStack() as stack:
             actors = self._start_actors(stack, task, task_kwargs, policy_folder)
 
@@ -296,7 +304,9 @@ class _Job:
             answers = actors.engines.generate_many(
                 prompts, sampling=sampling, seeds=range(len(prompts)), deadline_s=GENERATION_TIMEOUT_S
             )
-            return [[*p, *a.token_ids] for p, a in zip(prompts, answers, strict=True)]
+            # Scoring asks for one further token, for which a sequence as long as the engine's context has no room.
+            longest = self.derived.max_model_len - 1
+            return [[*p, *a.token_ids][:longest] for p, a in zip(prompts, answers, strict=True)]
 
         return ProbedRefit(
             refit=refit,
@@ -316,8 +326,12 @@ class _Job:
             replay=actors.replay if actors else None,
             groups_timeout_s=self.config.cluster.groups_timeout_s,
         )
-        if self.config.telemetry.record_trajectories and self.runtime.rank == 0:
-            return RecordedGroups(source=source, path=self.directory.path / "trajectories.jsonl")
+        if self.config.telemetry.record_trajectories:
+            return RecordedGroups(
+                source=source,
+                path=self.directory.path / "trajectories.jsonl",
+                on_rank_zero=self.rank_zero.run,
+            )
         return source
 
     def _validator(self, actors: RunActors | None, task: TaskSpec) -> EngineValidator:

@@ -99,6 +99,17 @@ class TaskSpec:
         """Length of the longest prompt, in tokens."""
         return max(len(e.token_ids) for e in (*self.train, *self.validation))
 
+    def check_prompt_lengths(self, allowed: int) -> None:
+        """Raises: ConfigError for a prompt of more than `allowed` tokens, which the engine was not sized for.
+
+        The engine would not refuse it but cut its responses short.
+        """
+        if self.max_prompt_tokens > allowed:
+            raise ConfigError(
+                f"data.max_prompt_tokens: got {allowed}; must be >= {self.max_prompt_tokens}, the longest prompt "
+                f"of task {self.name!r}"
+            )
+
     def validation_prompts(self, *, limit: int | None = None) -> list[Prompt]:
         """The first `limit` validation prompts (all by default); their ordinals count from 0."""
         return [e.prompt(index) for index, e in enumerate(self.validation[:limit])]

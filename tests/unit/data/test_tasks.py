@@ -162,3 +162,10 @@ def test_the_stream_seed_is_not_the_tasks_seed() -> None:
     first, second = ([s.prompt_at(q).text for q in range(50)] for s in (one, two))
     assert first != second
     assert sorted(first) == sorted(second)
+
+
+def test_a_prompt_longer_than_declared_is_refused() -> None:
+    task = sort3_5_task(num_train=50, num_validation=5)
+    task.check_prompt_lengths(task.max_prompt_tokens)
+    with pytest.raises(ConfigError, match=r"data\.max_prompt_tokens: got 6; must be >= 7"):
+        task.check_prompt_lengths(6)

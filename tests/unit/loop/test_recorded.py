@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from megatron_ppo.loop.recorded import RecordedGroups
 from megatron_ppo.protocol.trajectory import PromptGroup
 from megatron_ppo.testing.fakes import make_group
+from tests.unit.loop.fake_run import on_rank_zero
 
 
 class Groups:
@@ -35,6 +37,10 @@ class Groups:
         self.opened.append((step, frontier))
 
 
+def recording(source: Groups, path: Path) -> RecordedGroups:
+    return RecordedGroups(source=source, path=path, on_rank_zero=on_rank_zero)
+
+
 def records(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -45,7 +51,7 @@ def steps(path: Path) -> list[object]:
 
 def test_a_line_holds_everything_that_a_loss_needs(tmp_path: Path) -> None:
     path = tmp_path / "trajectories.jsonl"
-    recorded = RecordedGroups(source=Groups(), path=path)
+    recorded = recording(Groups(), path)
     groups = recorded.take(target_step=3)
     assert [group.ordinal for group in groups] == [6, 7]
     first, *rest = records(path)
@@ -67,17 +73,17 @@ def test_a_line_holds_everything_that_a_loss_needs(tmp_path: Path) -> None:
 
 def test_openings_are_passed_on(tmp_path: Path) -> None:
     source = Groups()
-    RecordedGroups(source=source, path=tmp_path / "t.jsonl").open(step=2, frontier=5)
+    recording(source, tmp_path / "t.jsonl").open(step=2, frontier=5)
     assert source.opened == [(2, 5)]
 
 
 @pytest.mark.parametrize("resume_step", [0, 2, 3])
 def test_a_resume_drops_the_steps_that_are_trained_again(tmp_path: Path, resume_step: int) -> None:
     path = tmp_path / "t.jsonl"
-    first = RecordedGroups(source=Groups(), path=path)
+    first = recording(Groups(), path)
     for step in range(3):
         first.take(target_step=step)
-    second = RecordedGroups(source=Groups(life=1), path=path)
+    second = recording(Groups(life=1), path)
     assert steps(path) == [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]  # until something is taken, nothing is dropped
     for step in range(resume_step, 4):
         second.take(target_step=step)
@@ -90,9 +96,23 @@ def test_a_resume_drops_the_steps_that_are_trained_again(tmp_path: Path, resume_
 @pytest.mark.parametrize("torn_bytes", [1, 20, 150])
 def test_a_line_torn_by_a_kill_is_dropped(tmp_path: Path, torn_bytes: int) -> None:
     path = tmp_path / "t.jsonl"
-    first = RecordedGroups(source=Groups(), path=path)
+    first = recording(Groups(), path)
     for step in range(3):
         first.take(target_step=step)
     path.write_text(path.read_text()[:-torn_bytes])
-    RecordedGroups(source=Groups(life=1), path=path).take(target_step=2)
+    recording(Groups(life=1), path).take(target_step=2)
     assert steps(path) == [1] * 4 + [2] * 4 + [3] * 4
+
+
+def test_only_rank_zero_writes_and_a_failed_write_reaches_every_rank(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "t.jsonl"
+    asked: list[str] = []
+
+    def another_rank(what: str, function: Callable[[], object]) -> None:
+        asked.append(what)  # the function runs elsewhere
+
+    RecordedGroups(source=Groups(), path=path, on_rank_zero=another_rank).take(target_step=1)
+    assert asked == ["recording of the groups of step 2"]
+    assert not path.parent.exists()
+    with pytest.raises(FileNotFoundError):
+        recording(Groups(), path).take(target_step=1)
