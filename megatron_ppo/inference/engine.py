@@ -34,6 +34,7 @@ from megatron_ppo.inference.vllm_adapter import (
     EngineCoreMode,
     build_async_llm,
     engine_core_pids,
+    unregistered_requests,
     unstarted_requests,
 )
 from megatron_ppo.protocol.errors import EngineDeadError, GenerationError, MegatronPPOError, RefitError
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 RefitMode = Literal["drain", "keep"]
 _WATCH_PERIOD_S = 0.5
+_PREPARING_POLL_S = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,6 +288,10 @@ class VllmEngine:
         async with self._refit_errors(f"pausing ({mode})"), asyncio.timeout(timeout_s):
             if mode == "drain":
                 await self._gate.drained(timeout_s=timeout_s)
+            # A request that is still being prepared would reach the frozen engine unseen, and start after the
+            # refit on blocks of the old weights.
+            while unregistered_requests(llm, self._inside):
+                await asyncio.sleep(_PREPARING_POLL_S)
             await llm.pause_generation(mode="keep", clear_cache=False)
             if restart := unstarted_requests(llm, self._inside):
                 self._to_restart |= restart

@@ -66,6 +66,15 @@ def build_async_llm(
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**args))  # type: ignore[arg-type]
 
 
+def unregistered_requests(llm: AsyncLLM, request_ids: Collection[str]) -> set[str]:
+    """Those of `request_ids` that `unstarted_requests` cannot see: still being prepared, or finished just now.
+
+    vllm 0.32 and 0.33 prepare a prompt in a thread, between `generate` and the entry in `request_states`.
+    """
+    states = llm.output_processor.request_states.values()
+    return set(request_ids) - {state.external_req_id for state in states}
+
+
 def unstarted_requests(llm: AsyncLLM, request_ids: Collection[str]) -> set[str]:
     """Those of `request_ids` whose first token has not come back yet.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from concurrent.futures import CancelledError
@@ -132,6 +133,33 @@ def test_a_request_frozen_before_its_first_token_starts_again_under_the_new_vers
     _wait_until(lambda: rig.loop.run(rig.engine.health()).running == 2, what="the request to enter")
     version = rig.publish(rig.models[1], in_flight=True)
     [[completion], _] = rig.finish([frozen, running])
+    assert [span.version for span in completion.spans] == [version]
+    assert worst_difference(rig.models[1], LONG_PROMPT, completion, version) < TOLERANCE_NATS
+
+
+def test_a_request_that_is_still_being_prepared_at_a_refit_starts_again_under_the_new_version(
+    rig: EngineRig, monkeypatch: pytest.MonkeyPatch
+):
+    rig.publish(rig.models[0])
+    # Keeps blocks of the old weights alive, which the late request could start from.
+    running = rig.begin(LONG_PROMPT, max_new_tokens=250)
+    _wait_until_sampling(rig, 1)
+    # Frozen engine: what reaches it now cannot sample before the weights change.
+    rig.loop.run(rig.engine._live().pause_generation(mode="keep", clear_cache=False))
+    processor = rig.engine._live().input_processor
+    prepare, seen = processor.process_inputs_async, []
+
+    async def prepare_slowly(request_id, prompt, *args, **kwargs):
+        seen.append(prompt["cache_salt"])
+        await asyncio.sleep(1.0)  # as a thread would on a busy machine; pausing takes 20 ms
+        return await prepare(request_id, prompt, *args, **kwargs)
+
+    monkeypatch.setattr(processor, "process_inputs_async", prepare_slowly)
+    late = rig.begin(LONG_PROMPT, seeds=[2])
+    _wait_until(lambda: bool(seen), what="the request to be prepared")
+    version = rig.publish(rig.models[1], in_flight=True)
+    [[completion], _] = rig.finish([late, running])
+    assert len(set(seen)) == 2, "the request did not start again under the new salt"
     assert [span.version for span in completion.spans] == [version]
     assert worst_difference(rig.models[1], LONG_PROMPT, completion, version) < TOLERANCE_NATS
 
