@@ -24,6 +24,9 @@ TRAINING = (
 )
 """Timers of the learner that are training, scoring included."""
 
+REFIT = ("drain", "refit")
+"""Parts of the step that are the refit."""
+
 OVERHEAD = ("hand_over", "data_processing", "probe", "validation", "rest")
 """Parts of the step that are neither training, nor waiting for engines that generate, nor refit."""
 
@@ -40,7 +43,8 @@ class StepTimes:
             hand_over        for groups while nothing is generated: polling, scoring, commits
             data_processing  padding and metrics
             TRAINING         values, log-probs, advantages, critic update, policy update
-            refit            from the pause of the engines to their going on
+            drain            from the pause of the engines until what they were generating is finished
+            refit            from there to their going on with new weights
             probe            comparison of engine and learner after a refit
             validation       with the current weights
             rest             everything else: opening the window, logging, a checkpoint
@@ -92,13 +96,14 @@ def step_times(rows: Sequence[Mapping[str, MetricValue]], *, skip: int, drop: in
     waits = [_clock(row, "exposed_generation") for row in measured]
     wait_s = _mean(measured, "timing/train/exposed_generation")
     waiting_s = duration_s(intersection(waits, busy)) / num_steps
-    refit_s = _mean(measured, "refit/total_s")
+    drain_s, refit_s = _mean(measured, "refit/drain_s"), _mean(measured, "refit/total_s")
     learner = {
         "waiting": waiting_s,
-        "hand_over": wait_s - waiting_s,
+        "hand_over": max(0.0, wait_s - waiting_s),  # two clocks: without hand-over the difference is rounding
         "data_processing": _mean(measured, "timing/train/data_processing"),
         **{name: _mean(measured, f"timing/train/{name}") for name in TRAINING},
-        "refit": refit_s,
+        "drain": drain_s,
+        "refit": refit_s - drain_s,
         "probe": _mean(measured, "timing/train/weight_sync") - refit_s,
         "validation": _mean(measured, "timing/train/idle/validation"),
     }

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 
 from benchmarks.job import prepare_models, run_job
 from benchmarks.report import BenchmarkError, machine, save, show_machine, show_table
-from benchmarks.step_parts import OVERHEAD, TRAINING, StepTimes, expected_gain, mean_of, step_times
+from benchmarks.step_parts import OVERHEAD, REFIT, TRAINING, StepTimes, expected_gain, mean_of, step_times
 
 SKIP = 2
 """First steps that are not measured: at age 1 the groups of both were generated before the first update."""
@@ -30,7 +30,8 @@ _NAMES = {
     "advantage_calculation": "advantages",
     "value_training": "critic update",
     "policy_training": "policy update",
-    "refit": "refit",
+    "drain": "running generation drains",
+    "refit": "transfer and switch",
     "probe": "same-version probe",
     "validation": "validation",
     "rest": "rest",
@@ -126,8 +127,7 @@ def _show(name: str, times: dict[str, StepTimes], loads: Sequence[float]) -> Non
     columns = list(times)
     rows = [[f"**step** ({times['async'].num_steps} measured)", *_seconds(times, lambda t: t.step_s)]]
     for part, words in _NAMES.items():
-        kind = "train: " if part in TRAINING else "other: " if part in OVERHEAD else ""
-        rows.append([kind + words, *_seconds(times, lambda t, part=part: t.learner_s[part])])
+        rows.append([_kind(part) + words, *_seconds(times, lambda t, part=part: t.learner_s[part])])
     rows += [
         ["**train**", *_seconds(times, lambda t: t.train_s)],
         ["**generate** (engines busy)", *_seconds(times, lambda t: t.generate_s)],
@@ -145,6 +145,16 @@ def _show(name: str, times: dict[str, StepTimes], loads: Sequence[float]) -> Non
         f"load before the runs: {', '.join(f'{load:.1f}' for load in loads)}",
         flush=True,
     )
+
+
+def _kind(part: str) -> str:
+    """What a part of the step counts as; waiting counts as nothing, it is the other side's work."""
+    kinds = {
+        **dict.fromkeys(TRAINING, "train: "),
+        **dict.fromkeys(REFIT, "refit: "),
+        **dict.fromkeys(OVERHEAD, "other: "),
+    }
+    return kinds.get(part, "")
 
 
 def _seconds(times: dict[str, StepTimes], value) -> list[str]:

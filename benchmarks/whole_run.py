@@ -129,19 +129,22 @@ def _parts(job: FinishedJob) -> dict[str, float]:
 
 
 def _kind(process: psutil.Process) -> str:
-    """What a process is, from its command line."""
+    """What a process is, from its command line and its parent's."""
     line = " ".join(process.cmdline())
     for needle, kind in (
         ("torch.distributed.run", "torchrun"),
         ("train_async_ppo.py", "trainer"),
         ("ray::EngineActor", "engine actor"),
         ("EngineCore", "vLLM engine core"),
-        ("multiprocessing", "vLLM engine core"),
         ("ray::CollectorActor", "collector"),
         ("ray::ReplayActor", "replay buffer"),
     ):
         if needle in line:
             return kind
+    if "multiprocessing" in line:
+        parent = process.parent()
+        of_engine = parent is not None and "ray::EngineActor" in " ".join(parent.cmdline())
+        return "vLLM engine core" if of_engine else "trainer's checkpoint writers"
     return "Ray's own processes"
 
 

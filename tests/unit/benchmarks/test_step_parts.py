@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from benchmarks.intervals import difference, duration_s, intersection, union
 from benchmarks.step_parts import (
     OVERHEAD,
+    REFIT,
     TRAINING,
     StepTimes,
     expected_gain,
@@ -97,9 +98,11 @@ def test_generation_of_overlapping_steps_is_counted_once() -> None:
 
 def test_overhead_is_everything_but_train_generate_and_refit() -> None:
     times = step_times(overlapped(), skip=1)
-    spent_s = times.train_s + times.learner_s["waiting"] + times.learner_s["refit"]
+    refit_s = sum(times.learner_s[name] for name in REFIT)
+    assert refit_s == pytest.approx(REFIT_S, abs=ROUNDING_S)
+    spent_s = times.train_s + times.learner_s["waiting"] + refit_s
     assert times.overhead_s == pytest.approx(PERIOD_S - spent_s, abs=ROUNDING_S)
-    assert {*OVERHEAD, *TRAINING, "waiting", "refit"} == set(times.learner_s)
+    assert {*OVERHEAD, *TRAINING, *REFIT, "waiting"} == set(times.learner_s)
 
 
 def test_time_between_two_steps_belongs_to_the_rest() -> None:
@@ -116,7 +119,7 @@ def test_a_step_without_refit_has_none() -> None:
         for key in ("refit/drain_s", "refit/total_s", "timing/train/weight_sync"):
             del each[key]
     times = step_times(rows, skip=1)
-    assert times.learner_s["refit"] == times.learner_s["probe"] == 0.0
+    assert [times.learner_s[name] for name in (*REFIT, "probe")] == [0.0, 0.0, 0.0]
 
 
 def test_the_row_of_the_first_validation_is_no_step() -> None:
@@ -132,7 +135,7 @@ def test_nothing_to_measure_is_an_error(skip: int, drop: int) -> None:
 
 
 def test_full_overlap_hides_the_shorter_side() -> None:
-    learner = dict.fromkeys([*OVERHEAD, *TRAINING], 0.0) | {
+    learner = dict.fromkeys([*OVERHEAD, *TRAINING, *REFIT], 0.0) | {
         "waiting": 3.0, "value_training": 6.0, "refit": 0.5, "rest": 0.5,
     }  # fmt: skip
     synchronous = StepTimes(num_steps=1, step_s=10.0, generate_s=3.0, learner_s=learner)
