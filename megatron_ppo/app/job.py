@@ -11,7 +11,6 @@ import dataclasses
 import datetime
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch.distributed as dist
 
 from megatron_ppo.app.actors import RunActors, run_actors, validation_sampling
 from megatron_ppo.app.limits import GENERATION_TIMEOUT_S, control_timeout_s
+from megatron_ppo.app.termination import is_own_cause, lost_a_peer, terminate_as_exit
 from megatron_ppo.config.derived import Derived
 from megatron_ppo.config.schema import RunConfig
 from megatron_ppo.config.targets import build, resolve
@@ -74,9 +74,10 @@ def run_job(config: RunConfig, derived: Derived, *, alter: Callable[[Parts], Par
                 return FAILED
             log_path = directory.log_path(f"trainer_rank_{runtime.rank}")
             level = logging.getLevelNamesMapping()[config.telemetry.log_level]
-            with redirect_process_output(log_path, level=level) as terminal, _terminate_as_exit():
+            with redirect_process_output(log_path, level=level) as terminal:
                 job = _Job(config, derived, runtime, rank_zero, control, directory, run, terminal)
-                return job.run(alter)
+                with terminate_as_exit(job.abandon):
+                    return job.run(alter)
 
 
 @contextlib.contextmanager
@@ -98,20 +99,6 @@ def _run_directory(
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(opened[0]) if rank == 0 else None
         yield run, directory
-
-
-@contextlib.contextmanager
-def _terminate_as_exit() -> Iterator[None]:
-    """SIGTERM unwinds the stack, so that rank 0 ends its actors before it goes."""
-
-    def leave(signum: int, _frame: object) -> None:
-        raise SystemExit(128 + signum)
-
-    previous = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,13 +124,32 @@ class _Job:
             Exception
         ) as error:  # the process boundary: the cause goes to the terminal, the trace to the log
             logger.exception("the run failed")
-            self._say(f"FAILED: {type(error).__name__}: {error}\nlogs: {self.directory.logs_dir}")
-            if self.opened is not None:
-                self.opened.fail(f"{type(error).__name__}: {error}")
+            self._report(error)
             return FAILED
+        except (SystemExit, KeyboardInterrupt) as signalled:
+            logger.warning("stopped by a signal", exc_info=signalled)
+            self._fail("stopped by a signal; if another trainer rank failed, it says why")
+            return 130 if isinstance(signalled, KeyboardInterrupt) else int(signalled.code or FAILED)
         if self.opened is not None:
             self.opened.finish()
         return 0 if passed else FAILED
+
+    def _report(self, error: Exception) -> None:
+        """The cause, once: by rank 0, or by the rank that failed alone."""
+        text = f"{type(error).__name__}: {error}"
+        if self.runtime.rank == 0:
+            self._fail(
+                f"another trainer rank ended; it says why. Seen here: {text}" if lost_a_peer(error) else text
+            )
+        elif is_own_cause(error):
+            self._write(
+                f"FAILED on trainer rank {self.runtime.rank}: {text}\nlogs: {self.directory.logs_dir}"
+            )
+
+    def _fail(self, reason: str) -> None:
+        self._say(f"FAILED: {reason}\nlogs: {self.directory.logs_dir}")
+        if self.opened is not None:
+            self.opened.fail(reason)
 
     def _announce(self) -> None:
         verb = "continuing" if self.opened is not None and self.opened.resumed else "starting"
@@ -153,8 +159,11 @@ class _Job:
 
     def _say(self, text: str) -> None:
         if self.runtime.rank == 0:
-            self.terminal.write(text + "\n")
-            self.terminal.flush()
+            self._write(text)
+
+    def _write(self, text: str) -> None:
+        self.terminal.write(text + "\n")
+        self.terminal.flush()
 
     @contextlib.contextmanager
     def _parts(self) -> Iterator[tuple[LoopSettings, Parts]]:
@@ -244,7 +253,7 @@ class _Job:
                         task_kwargs=task_kwargs,
                         policy_folder=policy_folder,
                         directory=self.directory,
-                        abandon=self._abandon,
+                        abandon=lambda message: self.abandon(f"PartDiedError: {message}"),
                     )
                 )
             )
@@ -257,14 +266,12 @@ class _Job:
         assert actors is not None, "only rank 0 has actors"
         actors.begin()
 
-    def _abandon(self, message: str) -> None:
-        """A process of the run died while this one is inside a collective: say why and go. Never returns.
+    def abandon(self, message: str) -> None:
+        """The main thread is stuck inside a collective and will not meet the failure: say why and go.
 
-        Ray's processes end with their driver, and torchrun ends the other ranks.
+        Never returns. Ray's processes end with their driver, and torchrun ends the other ranks.
         """
-        self._say(f"FAILED: PartDiedError: {message}\nlogs: {self.directory.logs_dir}")
-        if self.opened is not None:
-            self.opened.fail(message)
+        self._fail(message)
         os._exit(FAILED)
 
     def _refit(self, stack: contextlib.ExitStack, policy: Any, actors: RunActors | None) -> Refit:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,7 +78,7 @@ def _connection(
     temp_dir: Path, log_dir: Path, gpu_ids: Sequence[str], options: Mapping[str, Any]
 ) -> Iterator[None]:
     try:
-        with _visible_gpus(gpu_ids):
+        with _visible_gpus(gpu_ids), _own_sigterm():
             _init(options)
         yield
     finally:
@@ -105,6 +107,17 @@ def _init(options: Mapping[str, Any]) -> None:
                 raise
             logger.warning("Ray's node did not start in time (attempt %d); starting it again", attempt)
             ray.shutdown()
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Ray 2.60 installs two handlers, of which the second, in C++, kills the process before the stack unwinds."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 @contextmanager
