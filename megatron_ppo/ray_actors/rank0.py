@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 POLL_S = 2.0
 """How long one look into the buffer waits; the other ranks hear from rank 0 at least this often."""
+ANSWER_GRACE_S = 30.0
+"""How much later than its own limit the buffer's answer may come before rank 0 asks itself what is wrong."""
 ABANDONED_AFTER_S = 6.0
 """A failure that the main thread has not met by then (it is inside a collective or a kernel) ends the process."""
 
@@ -150,6 +152,7 @@ class RayGroupSource:
         self._supervisor = supervisor
         self._replay = replay
         self._groups_timeout_s = groups_timeout_s
+        self._asked: Any | None = None
 
     def take(self, *, target_step: int) -> list[PromptGroup]:
         """The groups of `target_step`. Raises: WaitTimeoutError with the pending prompts, PartDiedError."""
@@ -168,12 +171,17 @@ class RayGroupSource:
     def _poll(self, target_step: int, started: float) -> list[PromptGroup] | None:
         assert self._supervisor is not None and self._replay is not None
         self._supervisor.raise_if_failed()
-        pending = self._replay.take.remote(target_step=target_step, timeout_s=POLL_S)
+        if self._asked is None:
+            self._asked = self._replay.take.remote(target_step=target_step, timeout_s=POLL_S)
         try:
             groups: list[PromptGroup] = self._supervisor.call(
-                pending, what=f"the groups of step {target_step}", timeout_s=POLL_S + 30
+                self._asked, what=f"the groups of step {target_step}", timeout_s=POLL_S + ANSWER_GRACE_S
             )
         except WaitTimeoutError as error:
+            # Only the buffer's own time limit is an answer. A call that is merely late may still take the groups,
+            # which then count as trained: it must be waited for, not repeated.
+            if error.__cause__ is not None:
+                self._asked = None
             waited = time.monotonic() - started
             if waited < self._groups_timeout_s:
                 return None
@@ -181,6 +189,7 @@ class RayGroupSource:
                 f"step {target_step + 1} has no complete set of groups after {waited:.0f} s, "
                 f"cluster.groups_timeout_s is {self._groups_timeout_s:.0f}; {error}"
             ) from error
+        self._asked = None
         return groups
 
     def _open(self, step: int, frontier: int) -> None:

@@ -275,3 +275,32 @@ def test_a_collector_that_reported_its_death_ends_a_waiting_take(replay: Any, su
     threading.Timer(0.5, lambda: replay.fail.remote("reward of ordinal 3 is NaN")).start()
     with pytest.raises(PartDiedError, match="the collector stopped: reward of ordinal 3 is NaN"):
         source.take(target_step=0)
+
+
+def test_groups_of_a_late_answer_are_not_lost(
+    cluster: Path, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    from megatron_ppo.ray_actors import rank0
+
+    @ray.remote(num_cpus=0, max_concurrency=10)
+    class LateReplay:
+        """Takes the groups at once and answers late, as on a machine that swaps; a second `take` is an error."""
+
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def take(self, *, target_step: int, timeout_s: float) -> list[str]:
+            self.calls += 1
+            if self.calls > 1:
+                raise GroupMismatchError(f"target step {target_step} cannot be consumed again")
+            time.sleep(2.0)
+            return ["group"]
+
+    monkeypatch.setattr(rank0, "ANSWER_GRACE_S", 0.5 - rank0.POLL_S)
+    replay = LateReplay.remote()
+    try:
+        assert source_over(replay, supervisor).take(target_step=3) == ["group"]
+    finally:
+        ray.kill(replay)
