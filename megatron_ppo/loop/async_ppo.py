@@ -28,6 +28,7 @@ from megatron_ppo.loop.ports import (
     Validator,
 )
 from megatron_ppo.loop.rollout_metrics import rollout_metrics
+from megatron_ppo.numerics.masking import trainable_mask
 from megatron_ppo.protocol.errors import GroupMismatchError, NonFiniteError
 from megatron_ppo.protocol.schedule import AsyncSchedule
 from megatron_ppo.protocol.trajectory import PromptGroup
@@ -165,6 +166,14 @@ def _score(run: LoopSettings, parts: Parts, batch: TrainBatch, log: StepLog) -> 
     with log.timed("advantage_calculation"):
         batch, mismatch = mask_mismatched_sequences(batch, threshold=run.seq_logprob_error_threshold)
         log.add(mismatch)
+        # Of the whole step; `train/global_valid_toks` is a mean over minibatches.
+        log.add(
+            {
+                "train/total_valid_tokens": float(
+                    trainable_mask(batch.response_mask_BT, batch.sample_mask_B).sum()
+                )
+            }
+        )
         batch = parts.advantage.apply(batch)
         log.add(parts.advantage.metrics(batch))
     return batch

@@ -189,7 +189,7 @@ class StepLog:
             "timing/train/total_step_time": total_s,
             "timing/train/untimed": max(0.0, total_s - self._outermost_s),
         }
-        valid_tokens = self._values.get("train/global_valid_toks")
+        valid_tokens = self._values.get("train/total_valid_tokens")
         if valid_tokens is not None:
             derived["timing/train/valid_tokens_per_sec"] = valid_tokens / total_s
             derived["timing/train/valid_tokens_per_sec_per_gpu"] = (

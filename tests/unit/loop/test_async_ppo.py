@@ -383,6 +383,8 @@ def test_sequences_above_the_mismatch_threshold_are_masked_and_counted() -> None
     train(loop_settings(schedule, seq_logprob_error_threshold=2.0), schedule, parts)
     (row,) = run.telemetry.rows
     assert row["train/num_masked_seqs_by_logprob_error"] == 1.0
+    # Of the whole step, not of a minibatch: 4 responses of 2 tokens, less the masked one.
+    assert row["train/total_valid_tokens"] == 6.0
 
 
 def test_metrics_of_the_last_epoch_are_the_steps() -> None:

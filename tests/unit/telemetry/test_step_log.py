@@ -130,7 +130,7 @@ def test_derived_throughput_and_efficiency_match_the_timers() -> None:
     ):
         with log.timed(timer):
             hands.pass_by(seconds)
-    log.add({"train/global_valid_toks": 600})
+    log.add({"train/total_valid_tokens": 600})
     row = log.flush()
     assert row["efficiency/idle/buffer_starvation_pct"] == 10
     assert row["efficiency/idle/refit_bubble_pct"] == 15
