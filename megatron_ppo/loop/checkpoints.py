@@ -128,7 +128,7 @@ class RunCheckpoints:
     def _newest_complete(self) -> str | None:
         if not self._resume:
             return None
-        for folder in sorted(self._folder.glob("step_*"), key=_step_of, reverse=True):
+        for folder in reversed(self._saved()):
             try:
                 info = _read_info(folder)
             except (OSError, ValueError) as error:
@@ -202,7 +202,7 @@ class RunCheckpoints:
         """Of the complete ones, all but the newest `keep` and the best by the metric (of equal ones the newer)."""
         complete: list[Path] = []
         ranked: list[tuple[float, int, Path]] = []
-        for folder in sorted(self._folder.glob("step_*"), key=_step_of):
+        for folder in self._saved():
             try:
                 info = _read_info(folder)
             except (OSError, ValueError):
@@ -215,6 +215,11 @@ class RunCheckpoints:
         if ranked:
             kept.add(max(ranked)[2])
         return [folder for folder in complete if folder not in kept]
+
+    def _saved(self) -> list[Path]:
+        """Folders of steps, oldest first. Others, such as a copy that someone made, are left alone."""
+        folders = [f for f in self._folder.glob("step_*") if f.name.removeprefix("step_").isdecimal()]
+        return sorted(folders, key=_step_of)
 
     def _sweep(self) -> None:
         """Delete what a killed save or a retired checkpoint has left."""

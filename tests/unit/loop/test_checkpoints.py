@@ -152,6 +152,15 @@ def test_a_resume_restores_models_groups_and_step(tmp_path: Path) -> None:
     assert sorted(replay.buffer.status().pending) == [9]
 
 
+def test_a_copy_that_someone_made_beside_the_checkpoints_is_left_alone(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    shutil.copytree(tmp_path / "step_2", tmp_path / "step_2_backup")
+    for step in (3, 4):
+        save(tmp_path, step, keep=1)
+    assert names_in(tmp_path) == [LATEST_FILE, "step_2_backup", "step_4"]
+    assert checkpoints(tmp_path).restore() == 4
+
+
 @pytest.mark.parametrize("resume", [True, False])
 def test_a_new_run_starts_at_step_zero_with_an_empty_buffer(tmp_path: Path, resume: bool) -> None:
     if not resume:
