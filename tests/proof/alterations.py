@@ -110,30 +110,23 @@ def shorten_gae_mask(parts: Parts) -> Parts:
     return dataclasses.replace(parts, advantage=_AlteredAdvantage(parts.advantage, before=shorten))
 
 
-class _LateValues:
-    """V of the state after token j stands at j; training is right."""
+class _ShiftedValues:
+    """Reads values one token late; training is right."""
 
     def __init__(self, real: Critic) -> None:
         self._real = real
 
     def values(self, batch: TrainBatch) -> Tensor:
-        # One more column, so that the value after the last token exists: what a late read really picks up.
-        one_later = dataclasses.replace(
-            batch,
-            token_ids_BT=torch.nn.functional.pad(batch.token_ids_BT, (0, 1)),
-            length_B=batch.length_B + 1,
-            response_mask_BT=torch.nn.functional.pad(batch.response_mask_BT, (1, 0)),
-            generation_logprobs_BT=torch.nn.functional.pad(batch.generation_logprobs_BT, (0, 1)),
-        )
-        return self._real.values(one_later)[:, 1:]
+        shifted_BT = torch.nn.functional.pad(self._real.values(batch)[:, 1:], (0, 1))
+        return torch.where(batch.response_mask_BT, shifted_BT, 0.0)
 
     def update(self, minibatches: Sequence[TrainBatch]) -> Metrics:
         return self._real.update(minibatches)
 
 
-def read_values_late(parts: Parts) -> Parts:
-    """Values are read one token late."""
-    return dataclasses.replace(parts, critic=_LateValues(parts.critic))
+def shift_values(parts: Parts) -> Parts:
+    """The array of values is shifted by one token: that of token j + 1 stands at j, and 0 at the last token."""
+    return dataclasses.replace(parts, critic=_ShiftedValues(parts.critic))
 
 
 class _FrozenCritic:
@@ -247,7 +240,7 @@ ALTERATIONS: Mapping[str, Callable[[Parts], Parts]] = {
     "shift_logp": shift_old_logprobs,
     "shuffle_reward": shuffle_rewards,
     "gae_mask_short": shorten_gae_mask,
-    "values_shift": read_values_late,
+    "values_shift": shift_values,
     "critic_frozen": freeze_critic,
     "stale_old": score_with_stale_weights,
     "never_synced": never_sync,

@@ -58,6 +58,7 @@ VARIANTS = tuple(
 )
 
 LEARNT_NOTHING = ("final_reward", "reward_gain", "final_validation", "validation_gain")
+CRITIC_IS_WRONG = ("critic_learns", "critic_keeps_up")
 
 
 def _broken(
@@ -89,8 +90,8 @@ BROKEN = (
     _broken(
         "gae_mask_short", LEARNT_NOTHING, "GAE mask one token short, so the reward sits on a masked token"
     ),
-    _broken("values_shift", ("critic_learns", "critic_keeps_up"), "values read one token late"),
-    _broken("critic_frozen", ("critic_learns", "critic_keeps_up"), "critic never trained"),
+    _broken("values_shift", CRITIC_IS_WRONG, "values shifted by one token, 0 at the last"),
+    _broken("critic_frozen", CRITIC_IS_WRONG, "critic never trained"),
     _broken("stale_old", ("learning_speed", "clip_fraction"), "PPO denominator from weights four steps old"),
     _broken(
         "never_synced",

@@ -174,6 +174,13 @@ MUTATIONS = (
         test="numerics/test_value_loss.py::test_plain_loss_is_half_the_mean_squared_error",
     ),
     Mutation(
+        name="the critic's output read one token late, in scoring and training alike",
+        file="megatron_ppo/mcore/critic.py",
+        before="torch.nn.functional.pad(output_BT1[:, :-1, 0].float(), (1, 0))",
+        after="output_BT1[..., 0].float()",
+        test="proof/test_value_alignment.py::test_value_of_a_token_is_the_critics_output_one_position_before",
+    ),
+    Mutation(
         name="old log-probs are the engine's, not recomputed when the batch is taken",
         file="megatron_ppo/loop/async_ppo.py",
         before="batch.replace(old_logprobs_BT=parts.policy.logprobs(batch))",

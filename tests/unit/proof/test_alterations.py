@@ -134,9 +134,9 @@ def test_short_mask_loses_the_reward_and_keeps_the_batchs_own_mask() -> None:
     assert torch.equal(estimated.response_mask_BT, batch.response_mask_BT)
 
 
-def test_late_value_is_that_of_the_state_after_the_token() -> None:
+def test_shifted_values_end_in_zero() -> None:
     critic = altered("values_shift", critic=PositionCritic()).critic
-    assert critic.values(batch_of()).tolist() == [[0, 2, 3, 0, 0], [0, 2, 3, 4, 0], [0, 2, 3, 4, 5]]
+    assert critic.values(batch_of()).tolist() == [[0, 2, 0, 0, 0], [0, 2, 3, 0, 0], [0, 2, 3, 4, 0]]
 
 
 def test_frozen_critic_reports_its_loss_and_never_updates() -> None:
