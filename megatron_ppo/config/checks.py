@@ -348,7 +348,19 @@ def _needs_reference(config: RunConfig) -> bool:
 
 
 def _warnings(config: RunConfig) -> Iterator[str]:
-    age = config.schedule.max_trajectory_age_steps
+    schedule, age = config.schedule, config.schedule.max_trajectory_age_steps
+    if schedule.recompute_kv_cache_after_weight_updates and not schedule.in_flight_weight_updates:
+        yield (
+            "schedule.recompute_kv_cache_after_weight_updates=true does nothing without "
+            "schedule.in_flight_weight_updates: no request is running during an update"
+        )
+    formats = {"policy.precision": config.policy.precision, "inference.dtype": config.inference.dtype}
+    low = [f"{key}={value}" for key, value in formats.items() if value not in ("fp32", "float32")]
+    if low and config.refit.probe and config.refit.probe_tolerance_nats < 1e-3:
+        yield (
+            f"refit.probe_tolerance_nats={config.refit.probe_tolerance_nats} is meant for float32; with "
+            f"{', '.join(low)} the same-version probe is likely to end the run"
+        )
     if age > 1:
         yield (
             f"schedule.max_trajectory_age_steps={age} > 1: advantages are estimated on rollouts of a policy "

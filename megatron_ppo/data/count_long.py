@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron_ppo.data import char_tokenizer
 from megatron_ppo.data.char_task import char_example, require_char_tokenizer
 from megatron_ppo.data.task import RewardSpec, TaskExample, TaskSpec
+from megatron_ppo.protocol.errors import ConfigError
 
 LAST_UP = 99
 # Counting down from any start takes as many items as counting up does from some start.
@@ -34,7 +35,7 @@ def count_long_task(
 
     Args:
         tokenizer_dir: model folder whose tokenizer is checked against the task's.
-    Raises: ConfigError for a wrong tokenizer or empty sets; ValueError for more prompts than there are.
+    Raises: ConfigError for a wrong tokenizer, empty sets, or more prompts than there are.
     """
     require_char_tokenizer(tokenizer_dir, task="count_long")
     letters = "abcdefghijklmnopqrstuvwxyz"
@@ -44,6 +45,11 @@ def count_long_task(
         for second in letters
         for start in range(FIRST_START, LAST_START + 1)
     ]
+    if num_train + num_validation > len(prompts):
+        raise ConfigError(
+            f"data.num_train + data.num_validation: got {num_train} + {num_validation}; must be <= {len(prompts)}, "
+            "the prompts of task 'count_long'"
+        )
     chosen = random.Random(seed).sample(prompts, num_train + num_validation)
     examples = tuple(char_example(f"{tag}{start}=", _items(tag, start, LAST_UP)) for tag, start in chosen)
     return TaskSpec(

@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_ppo.data import char_tokenizer
 from megatron_ppo.data.char_task import char_example, require_char_tokenizer
 from megatron_ppo.data.task import RewardSpec, TaskExample, TaskSpec
+from megatron_ppo.protocol.errors import ConfigError
 
 MIN_DIGITS, MAX_DIGITS = 3, 5
 DESCENDING_SHARE = 0.55
@@ -35,6 +36,13 @@ def sort3_5_task(
     Raises: ConfigError for a wrong tokenizer or empty sets.
     """
     require_char_tokenizer(tokenizer_dir, task="sort3_5")
+    # Drawing distinct ones until there are enough would never end near the number that exist.
+    distinct = sum(10**digits for digits in range(MIN_DIGITS, MAX_DIGITS + 1))
+    if num_validation > distinct // 2:
+        raise ConfigError(
+            f"data.num_validation: got {num_validation}; must be <= {distinct // 2}, half of the {distinct} prompts "
+            "of task 'sort3_5'"
+        )
     rng = random.Random(seed)
     held_out: dict[str, None] = {}
     while len(held_out) < num_validation:

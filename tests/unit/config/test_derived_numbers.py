@@ -173,3 +173,16 @@ def test_automatic_tensor_size_is_the_largest_that_fits(
         if all(m % n == 0 for m in (ranks, kv_heads * heads_per_kv, kv_heads, ffn))
     ]
     assert sizes.tensor == max(fitting)
+
+
+def test_a_key_that_does_nothing_and_a_tolerance_for_another_format_are_warned_about() -> None:
+    recompute = {"schedule.recompute_kv_cache_after_weight_updates": True}
+    (warning,) = derive(changed(recompute), 1).warnings
+    assert "in_flight_weight_updates" in warning
+    assert derive(changed({**recompute, "schedule.in_flight_weight_updates": True}), 1).warnings == ()
+    bf16 = {"policy.precision": "bf16", "inference.dtype": "bfloat16"}
+    (warning,) = derive(changed(bf16), 1).warnings
+    assert "refit.probe_tolerance_nats=0.0001" in warning
+    assert "policy.precision=bf16, inference.dtype=bfloat16" in warning
+    assert derive(changed({**bf16, "refit.probe_tolerance_nats": 0.05}), 1).warnings == ()
+    assert derive(changed({**bf16, "refit.probe": False}), 1).warnings == ()

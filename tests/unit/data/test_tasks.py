@@ -99,8 +99,12 @@ def test_a_long_answer_is_the_whole_count() -> None:
 
 
 def test_more_prompts_than_exist_are_refused() -> None:
-    with pytest.raises(ValueError, match="larger than population"):
+    with pytest.raises(
+        ConfigError, match=r"data\.num_train \+ data\.num_validation: got 9000 \+ 64; must be <= 8788"
+    ):
         count_long_task(num_train=9000)
+    with pytest.raises(ConfigError, match=r"data\.num_validation: got 60000; must be <= 55500"):
+        sort3_5_task(num_validation=60000)
 
 
 def test_an_unknown_task_is_refused_with_a_suggestion() -> None:
