@@ -34,7 +34,7 @@ from megatron_ppo.loop.probe import ProbedRefit
 from megatron_ppo.loop.recorded import RecordedGroups
 from megatron_ppo.loop.validation import EngineValidator
 from megatron_ppo.mcore.parallel import DistributedRuntime, distributed_runtime
-from megatron_ppo.protocol.errors import MegatronPPOError
+from megatron_ppo.protocol.errors import ConfigError, MegatronPPOError
 from megatron_ppo.protocol.trajectory import SamplingSettings
 from megatron_ppo.ray_actors.rank0 import RankZero, RayGroupSource
 from megatron_ppo.refit.agreement import agreement_over
@@ -168,6 +168,7 @@ class _Job:
     @contextlib.contextmanager
     def _parts(self) -> Iterator[tuple[LoopSettings, Parts]]:
         config, derived, rank_zero = self.config, self.derived, self.rank_zero
+        backend = self._refit_backend()
         policy_folder, critic_folder = self._model_folders()
         task_kwargs = self._task_kwargs(policy_folder)
         task = build_task(**task_kwargs)
@@ -200,7 +201,7 @@ class _Job:
                 on_rank_zero=rank_zero.run,
             )
             settings = self._loop_settings(task)
-            refit = self._refit(stack, models.policy, actors)
+            refit = self._refit(stack, models.policy, actors, backend)
             parts = Parts(
                 policy=models.policy,
                 critic=models.critic,
@@ -274,9 +275,20 @@ class _Job:
         self._fail(message)
         os._exit(FAILED)
 
-    def _refit(self, stack: contextlib.ExitStack, policy: Any, actors: RunActors | None) -> Refit:
+    def _refit_backend(self) -> str:
+        """Raises: ConfigError for NCCL on a machine that the engines would fail to use it on."""
+        chosen = self.config.refit.backend
+        possible = backend_for(self.runtime.device)
+        if chosen == "nccl" and possible != "nccl":
+            raise ConfigError(
+                f"refit.backend: got 'nccl'; must be auto or gloo on {self.runtime.device.type}"
+            )
+        return possible if chosen == "auto" else chosen
+
+    def _refit(
+        self, stack: contextlib.ExitStack, policy: Any, actors: RunActors | None, backend: str
+    ) -> Refit:
         config, device = self.config, self.runtime.device
-        backend = backend_for(device) if config.refit.backend == "auto" else config.refit.backend
         store = None
         if actors is not None:
             store = BroadcastStore(

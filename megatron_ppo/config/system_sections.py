@@ -185,7 +185,9 @@ class ClusterSection(Section):
     model_cache_dir: str = setting(
         "~/.cache/megatron_ppo/models", "Folder of the models that recipes prepare."
     )
-    node_ip_address: str = setting("127.0.0.1", "Address that Ray and the refit group listen on.")
+    node_ip_address: str = setting(
+        "127.0.0.1", "Address that the refit group listens on; Ray stays on loopback."
+    )
     object_store_bytes: int = setting(128 * 2**20, "Ray's object store.", unit="bytes", ge=80 * 2**20)
     process_group_timeout_s: float = setting(
         600.0, "Longest collective between trainer ranks.", unit="s", gt=0.0
