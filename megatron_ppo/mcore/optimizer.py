@@ -10,6 +10,8 @@ Imports `megatron.core`, so `platform.install()` must have run.
 from __future__ import annotations
 
 import logging
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +26,23 @@ from megatron_ppo.mcore.settings import OptimizerSettings, SchedulerSettings
 logger = logging.getLogger(__name__)
 
 
+class ReleasableDDP(DistributedDataParallel):
+    """Megatron's DDP, whose gradient hooks do not keep it alive.
+
+    A stock hook holds the module that holds the parameter that holds the hook, by way of an autograd node that
+    Python's collector does not see: the models of a job, and the threads of their process groups, would never end.
+    """
+
+    def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
+        # The same method name in 0.16.x and 0.19.x; tests/functional/mcore counts the threads that a job leaves.
+        owner, parameter = weakref.ref(self), weakref.ref(param)
+
+        def hook(*unused: Any) -> None:
+            DistributedDataParallel._make_backward_post_hook(owner(), parameter())(*unused)
+
+        return hook
+
+
 def wrap_data_parallel(
     module: torch.nn.Module, config: TransformerConfig, parallel: ParallelContext
 ) -> DistributedDataParallel:
@@ -36,7 +55,7 @@ def wrap_data_parallel(
         average_in_collective=False,
         check_for_nan_in_grad=False,
     )
-    return DistributedDataParallel(config, settings, module, pg_collection=parallel.process_groups())
+    return ReleasableDDP(config, settings, module, pg_collection=parallel.process_groups())
 
 
 def build_optimizer(

@@ -13,9 +13,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import gc
 import itertools
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,11 +67,10 @@ def distributed_runtime(*, timeout_s: float = 600.0) -> Iterator[DistributedRunt
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
-    _allow_sequence_parallelism()
     try:
         yield DistributedRuntime(rank=rank, world_size=world_size, device=platform.device())
     finally:
-        _forget_cached_tensors()
+        _forget_models()
         dist.destroy_process_group()
 
 
@@ -96,7 +97,10 @@ def _allow_sequence_parallelism() -> None:
         parallel_state._set_global_memory_buffer()
 
 
-def _forget_cached_tensors() -> None:
+def _forget_models() -> None:
+    """Let the job's models, and with them the threads of their process groups, end with the job."""
+    if "megatron.core" not in sys.modules:
+        return
     # An lru_cache on the method keeps every model of the job alive otherwise.
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.parallel_state import destroy_global_memory_buffer
@@ -105,6 +109,8 @@ def _forget_cached_tensors() -> None:
     clear: Callable[[], None] | None = getattr(RotaryEmbedding.forward, "cache_clear", None)
     if clear is not None:
         clear()
+    # Models are full of cycles.
+    gc.collect()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +168,7 @@ class ParallelContext:
             raise ConfigError(
                 "parallelism.sequence_parallel=true needs tensor_model_parallel_size > 1, got 1"
             )
+        _allow_sequence_parallelism()
         layout = RankLayout(tensor=tp, data=world // (tp * pp), pipeline=pp)
         new_group = _group_maker(timeout_s)
         required = {

@@ -5,7 +5,9 @@ data.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -415,3 +417,20 @@ def shim_leaves_torch_alone() -> dict[str, bool]:
         "no cuda": not torch.cuda.is_available(),
         "job ended": group_size >= 1 and not dist.is_initialized(),
     }
+
+
+def threads_left_by_jobs(*, folder: str, jobs: int) -> list[int]:
+    """Threads of this process after each of several jobs that trained both models."""
+
+    def job() -> None:
+        with distributed_runtime(timeout_s=60.0):
+            batch = random_batch()
+            for model in _pair(folder, {}, {}):
+                model.update([batch])
+
+    counts = []
+    for _ in range(jobs):
+        job()
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts

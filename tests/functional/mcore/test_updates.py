@@ -95,3 +95,10 @@ def test_the_reference_stays_what_the_policy_started_from(
         assert not torch.equal(seen["policy_after"], seen["initial"])
         # Reference and current policy are the same weights in the first forward pass: KL 0 up to rounding.
         assert abs(seen["metrics"]["train/kl_penalty"]) < 1e-6
+
+
+def test_jobs_leave_no_threads_behind(workers: WorkerPair, tiny_model: Callable[[str], Path]) -> None:
+    # A process group's threads live as long as any model that holds it; a sweep would collect hundreds of them.
+    job = "tests.functional.mcore.jobs:threads_left_by_jobs"
+    first, *later = workers.run_alone(job, folder=str(tiny_model("qwen2")), jobs=3)
+    assert later == [first, first]
