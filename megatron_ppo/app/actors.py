@@ -48,6 +48,23 @@ class RunActors:
             }
         )
 
+    def statistics(self) -> dict[str, float]:
+        """Of the replay buffer now, and of the collector since it started."""
+        call = self.supervisor.call
+        buffer = call(self.replay.status.remote(), what="the replay buffer's status", timeout_s=30)
+        stats = call(self.collector.stats.remote(), what="the collector's statistics", timeout_s=30)
+        return {
+            "train/buffer_size": float(buffer.size),
+            "buffer/reserved_groups": float(sum(len(ordinals) for ordinals in buffer.reserved.values())),
+            "buffer/pending_prompts": float(len(buffer.pending)),
+            "collector/trajectories": float(stats.trajectories),
+            "collector/retries": float(stats.retries),
+            "collector/failures": float(stats.failures),
+            "collector/generation_busy_s": stats.generation_busy_s,
+            "collector/window_wait_s": stats.window_wait_s,
+            "collector/max_loop_lag_s": stats.max_loop_lag_s,
+        }
+
     def snapshots(self) -> RayReplaySnapshots:
         """Save and restore of the replay buffer."""
         return RayReplaySnapshots(supervisor=self.supervisor, replay=self.replay, collector=self.collector)

@@ -211,6 +211,7 @@ class _Job:
                 validator=self._validator(actors, task),
                 checkpoints=checkpoints,
                 telemetry=self._telemetry(stack),
+                observe=lambda: rank_zero.run("the actors' statistics", lambda: self._statistics(actors)),
             )
             yield settings, parts
 

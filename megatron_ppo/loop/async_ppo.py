@@ -10,6 +10,7 @@ open the next window; validate if due; save if due.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_ppo.data.batch import TrainBatch, pack_groups
@@ -78,7 +79,11 @@ class LoopSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The loop's collaborators; `app.build` makes the real ones, the unit tests make fakes."""
+    """The loop's collaborators; the app makes the real ones, the unit tests make fakes.
+
+    Attributes:
+        observe: what the run's other processes say of themselves, once a step; the same on every rank.
+    """
 
     policy: Policy
     critic: Critic
@@ -88,6 +93,7 @@ class Parts:
     validator: Validator
     checkpoints: Checkpoints
     telemetry: Telemetry
+    observe: Callable[[], Metrics] = dict
 
 
 def train(run: LoopSettings, schedule: AsyncSchedule, parts: Parts) -> int:
@@ -127,6 +133,7 @@ def train(run: LoopSettings, schedule: AsyncSchedule, parts: Parts) -> int:
         if run.validation_due(step):
             with log.timed("idle/validation"):
                 log.add(parts.validator.run(step=step))
+        log.add(parts.observe())
         # Before the save: a run that is killed in between repeats the step, one that is killed after has its row.
         log.flush()
         if run.checkpoint_due(step):

@@ -104,6 +104,13 @@ def test_generation_for_a_step_runs_during_the_update_of_the_step_before(job: La
     assert max(overlaps) > 0, overlaps
 
 
+def test_every_row_says_how_the_other_processes_are(job: Launched) -> None:
+    rows = [row for row in job.rows() if row["step"] > 0]
+    assert all(row["train/buffer_size"] >= 0 and row["collector/failures"] == 0 for row in rows)
+    assert rows[-1]["collector/trajectories"] == STEPS * GROUPS * SAMPLES
+    assert rows[-1]["train/buffer_size"] == 0  # nothing is generated beyond the last step
+
+
 def test_engine_and_learner_agree_after_every_publish(job: Launched) -> None:
     differences = [v for row in job.rows() if (v := row.get("probe/max_abs_logprob_diff_nats")) is not None]
     assert len(differences) == STEPS - 1

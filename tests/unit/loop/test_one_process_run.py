@@ -164,14 +164,22 @@ def test_warm_up_banks_as_far_ahead_as_its_lead_and_no_further() -> None:
 
 
 def test_a_version_published_under_running_requests_is_seen_in_their_spans() -> None:
-    """In-flight updates. The second group of a step starts when one of the step before has ended, so it is still
-    running when that step's weights are published; 0.3 s are far more than the learner needs.
+    """In-flight updates. Groups of the next step start when groups of this one have ended and run for 0.3 s; an update
+    of 0.1 s ends in the middle of them, when they have sampled some of their tokens.
     """
     schedule = AsyncSchedule(max_num_steps=5, max_trajectory_age_steps=1)
     run = bare_run(schedule)
+
+    class Slow(type(run.policy)):  # type: ignore[misc]
+        def update(self, minibatches: Sequence[TrainBatch]) -> Mapping[str, float]:
+            time.sleep(0.1)
+            metrics: Mapping[str, float] = super().update(minibatches)
+            return metrics
+
     engine = FakeEngine(token_latency_s=0.05, length_of=lambda _, limit: limit)
     with live_collection(run.order, schedule=schedule, work=run.work, engine=engine) as collection:
-        train(loop_settings(schedule), schedule, live_run(collection, run).parts)
+        live = live_run(collection, run).but(policy=Slow(run.order, run.work))
+        train(loop_settings(schedule), schedule, live.parts)
     assert max(row["age/mixed_versions_rate"] for row in run.telemetry.rows) > 0.0
     assert all(row["age/max_versions"] <= 1.0 for row in run.telemetry.rows)
     assert sorted(run.work.trained_ordinals()) == list(range(schedule.max_num_steps * PROMPTS))
