@@ -268,6 +268,10 @@ class _Job:
         assert actors is not None, "only rank 0 has actors"
         actors.begin()
 
+    def _statistics(self, actors: RunActors | None) -> dict[str, float]:
+        assert actors is not None, "only rank 0 has actors"
+        return actors.statistics()
+
     def abandon(self, message: str) -> None:
         """The main thread is stuck inside a collective and will not meet the failure: say why and go.
 
