@@ -75,8 +75,11 @@ class InferenceSection(BuiltSection):
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = setting(
         "auto", "Number format of the KV cache. FP8 needs age 0: its scales belong to one weight version."
     )
-    kv_cache_memory_bytes: int = setting(
-        128 * 2**20, "Memory of the KV cache of one rank.", unit="bytes", ge=2**20
+    kv_cache_memory_bytes: int | None = setting(
+        128 * 2**20,
+        "Memory of the KV cache of one rank. null leaves it to vLLM, which takes nearly all of a GPU.",
+        unit="bytes",
+        ge=2**20,
     )
     enforce_eager: bool = setting(True, "No graph capture and no compilation; faster to start.")
     request_deadline_s: float = setting(
