@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable
 
 import torch.distributed as dist
 
+from megatron_ppo.mcore.parallel import distributed_runtime
 from megatron_ppo.protocol.errors import NonFiniteError, PartDiedError
 from megatron_ppo.ray_actors.rank0 import RankZero, RayGroupSource
 from megatron_ppo.testing.fakes import make_group
 
-TIMEOUT = datetime.timedelta(seconds=60)
+TIMEOUT_S = 60.0
 
 
 def outcomes() -> dict[str, object]:
     """What this rank sees of a result, of an error, and of a result after the error."""
-    dist.init_process_group("gloo", timeout=TIMEOUT)
-    try:
+    # Prefixed per job: on the launcher's bare store, a second group would meet the keys of the first.
+    with distributed_runtime(timeout_s=TIMEOUT_S):
         rank = dist.get_rank()
-        control = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        control = dist.new_group(backend="gloo")
         rank_zero = RankZero(rank=rank, world_size=dist.get_world_size(), group=control)
         calls: list[str] = []
 
@@ -50,14 +50,11 @@ def outcomes() -> dict[str, object]:
             "after": after,
             "calls": calls,
         }
-    finally:
-        dist.destroy_process_group()
 
 
 def take_without_actors() -> list[str]:
     """A take whose rank 0 fails: no rank may be left waiting. Returns this rank's error."""
-    dist.init_process_group("gloo", timeout=TIMEOUT)
-    try:
+    with distributed_runtime(timeout_s=TIMEOUT_S):
         rank_zero = RankZero(rank=dist.get_rank(), world_size=2, group=dist.group.WORLD)
 
         class Failed:
@@ -75,5 +72,3 @@ def take_without_actors() -> list[str]:
         except PartDiedError as error:
             return [str(error)]
         return []
-    finally:
-        dist.destroy_process_group()
