@@ -1,4 +1,4 @@
-"""The fakes do what the real parts do: the same checks run on both (tests/functional/inference/test_engine_contract.py)."""
+"""The fakes do what the real parts do: the same checks run on vLLM in functional/inference/test_engine_contract.py."""
 
 from __future__ import annotations
 
