@@ -16,6 +16,9 @@ from reference_ppo import Hyper, response_logprobs, run_reference
 pytestmark = [pytest.mark.megatron, pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(400)]
 
 STEPS = 3
+# Adam divides by the gradient's size. Where the true gradient is 0, rounding noise is divided by itself and becomes a
+# step of the full learning rate; with this epsilon it stays noise, and two implementations can be compared.
+EPS = 1e-5
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
@@ -65,7 +68,8 @@ def test_the_rollouts_of_age_zero_come_from_the_weights_of_their_own_step(
         "+experiment=cpu_smoke", "run.max_num_steps=2", "schedule.max_trajectory_age_steps=0",
         "schedule.warmup_generation_lead_steps=null", "schedule.policy_training_start_step=0",
         "algorithm.ppo_epochs=1", "algorithm.shuffle_minibatches=false", "telemetry.record_trajectories=true",
-        "policy.optimizer.lr=1e-3", "checkpoint.period=0", "validation.period=0", "validation.at_end=false",
+        "policy.optimizer.lr=1e-3", f"policy.optimizer.adam_eps={EPS}", f"critic.optimizer.adam_eps={EPS}",
+        "checkpoint.period=0", "validation.period=0", "validation.at_end=false",
         "gates.age_in_versions=null",
     )  # fmt: skip
     assert job.wait() == 0, job.output + job.log_tails()
@@ -75,7 +79,7 @@ def test_the_rollouts_of_age_zero_come_from_the_weights_of_their_own_step(
     )
     hyper = Hyper(
         policy_lr=1e-3, critic_lr=1e-3, gamma=1.0, gae_lambda=0.95, clip=0.2, tis_cap=2.0,
-        minibatch_size=8, grad_clip=1.0, warmup_steps=0,
+        minibatch_size=8, grad_clip=1.0, warmup_steps=0, eps=EPS,
     )  # fmt: skip
     _, trained = run_reference(folder, {1: history[1]}, hyper)
     with torch.no_grad():
