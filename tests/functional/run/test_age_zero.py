@@ -31,7 +31,7 @@ def test_age_zero_equals_the_synchronous_reference(launch: Callable[..., Launche
         "schedule.warmup_generation_lead_steps=null", "schedule.policy_training_start_step=1",
         "algorithm.ppo_epochs=1", "algorithm.shuffle_minibatches=false", "telemetry.record_trajectories=true",
         "checkpoint.period=0", "validation.period=0", "validation.at_end=false", "gates.age_in_versions=null",
-        *layout, nproc=nproc,
+        f"policy.optimizer.adam_eps={EPS}", f"critic.optimizer.adam_eps={EPS}", *layout, nproc=nproc,
     )  # fmt: skip
     assert job.wait() == 0, job.output + job.log_tails()
     rows = {row["step"]: row for row in job.rows()}
@@ -41,7 +41,7 @@ def test_age_zero_equals_the_synchronous_reference(launch: Callable[..., Launche
     )
     hyper = Hyper(
         policy_lr=1e-4, critic_lr=1e-3, gamma=1.0, gae_lambda=0.95, clip=0.2, tis_cap=2.0,
-        minibatch_size=8, grad_clip=1.0, warmup_steps=1,
+        minibatch_size=8, grad_clip=1.0, warmup_steps=1, eps=EPS,
     )  # fmt: skip
     expected, _ = run_reference(folder, history, hyper)
 
@@ -85,5 +85,5 @@ def test_the_rollouts_of_age_zero_come_from_the_weights_of_their_own_step(
     with torch.no_grad():
         for record in history[2]:
             mine = response_logprobs(trained, record)
-            # One training step of two implementations apart, then two engines: the settled 1e-4 nats each.
-            assert (mine - torch.tensor(record["logprobs"])).abs().max() < 2e-4
+            # The settled tolerance of trainer against engine; 4e-6 measured.
+            assert (mine - torch.tensor(record["logprobs"])).abs().max() < 1e-4
