@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 from megatron_ppo.config.checks import derive
@@ -14,6 +15,8 @@ from megatron_ppo.config.compose import parse_command_line
 from megatron_ppo.protocol.errors import ConfigError
 
 BAD_INPUT = 2
+# How long the other ranks leave rank 0 to say what is wrong. torchrun ends every rank as soon as the first one exits.
+RANK_ZERO_SPEAKS_S = 20.0
 
 
 def main(words: Sequence[str]) -> int:
@@ -23,9 +26,7 @@ def main(words: Sequence[str]) -> int:
     try:
         jobs = [(config, derive(config)) for config in parse_command_line(words).load()]
     except ConfigError as error:
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(error, file=sys.stderr, flush=True)
-        return BAD_INPUT
+        return _refuse(error)
 
     from megatron_ppo.app.job import run_job
 
@@ -35,3 +36,18 @@ def main(words: Sequence[str]) -> int:
         if (code := run_job(config, derived)) != 0:
             return code
     return 0
+
+
+def _refuse(error: ConfigError) -> int:
+    """Let one message reach the terminal, from whichever rank of the job gets there.
+
+    Every rank finds the same fault, in any order. One that exits first makes torchrun end the others, so a silent exit
+    would take rank 0 down before it has spoken.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    if rank == 0:
+        print(error, file=sys.stderr, flush=True)
+        return BAD_INPUT
+    time.sleep(RANK_ZERO_SPEAKS_S)
+    print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+    return BAD_INPUT
