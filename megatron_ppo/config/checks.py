@@ -151,7 +151,10 @@ def model_facts(source: ModelSource, *, key: str) -> ModelFacts:
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"{key}.path: {str(folder)!r} holds no *.safetensors file")
     try:
-        resolve(_MAP_FOLDER)(folder)
+        if resolve(_MAP_FOLDER)(folder).has_value_head and key != "critic.model":
+            raise ConfigError(
+                f"{str(folder)!r} holds a reward or value model; only critic.model.path may name one"
+            )
         return cast(ModelFacts, resolve(_READ_FACTS)(folder))
     except ConfigError as error:
         raise ConfigError(f"{key}.path: {error}") from error

@@ -11,7 +11,11 @@ from megatron_ppo.config.recipe_sections import Recipe
 class ModelSource(Section):
     """Exactly one of `path` and `recipe`; for the critic, neither means the policy's."""
 
-    path: str | None = setting(None, "Folder with config.json, safetensors weights and tokenizer files.")
+    path: str | None = setting(
+        None,
+        "Folder with config.json, safetensors weights and tokenizer files; for the critic also a reward or value "
+        "model (ForTokenClassification or ForSequenceClassification with one label), whose head is taken over.",
+    )
     recipe: Recipe | None = setting(
         None, "How to prepare such a folder; it is cached under a key of the recipe."
     )
@@ -103,7 +107,7 @@ class PolicySection(TrainedModelSection):
 
 
 class CriticSection(TrainedModelSection):
-    """The value model: a backbone of its own with a scalar head that starts at zero."""
+    """The value model: a backbone of its own with a scalar head, which starts at zero unless its folder has one."""
 
     target: Literal["megatron_ppo.mcore.critic.MegatronCritic"] = target_field(
         "megatron_ppo.mcore.critic.MegatronCritic"

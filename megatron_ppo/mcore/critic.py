@@ -1,7 +1,8 @@
 """The trained critic: values and updates. Implements the loop port Critic; driven by the loop like the
 policy.
 
-Its backbone starts as the policy's Hugging Face folder, its scalar head (weight and bias) at zero.
+Its backbone starts as a Hugging Face folder, by default the policy's. Its scalar head (weight and bias) starts at zero,
+or as `score` of a reward or value model's folder.
 
 Value convention: entry j is the value of the state *before* token j, so the model's output at j - 1.
 

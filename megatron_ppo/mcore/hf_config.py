@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_ppo.protocol.errors import ConfigError
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# Reward and value models: the same backbones, whose head `score` has one output. For the critic only.
+VALUE_HEAD_SUFFIXES = ("ForTokenClassification", "ForSequenceClassification")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +34,12 @@ class Llama3RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFModelConfig:
-    """What a decoder-only model is made of, in the names of Hugging Face's config.json."""
+    """What a decoder-only model is made of, in the names of Hugging Face's config.json.
+
+    Attributes:
+        architecture: of the language model, also where the folder holds a reward or value model of that family.
+        has_value_head: whether the folder holds a trained scalar head (`score`) instead of a language-model head.
+    """
 
     architecture: str
     vocab_size: int
@@ -49,6 +56,8 @@ class HFModelConfig:
     qk_norm: bool
     rope_theta: float
     rope_scaling: Llama3RopeScaling | None
+    # Of the folder, not of the model: a critic is the same model wherever its first weights came from.
+    has_value_head: bool = field(default=False, compare=False, repr=False)
 
     def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
         """Rows of the trainer's embedding: the vocabulary, rounded up so that TP ranks have equal shares."""
@@ -98,12 +107,16 @@ def read_hf_config(folder: str | Path) -> HFModelConfig:
 def map_hf_config(raw: Mapping[str, object], *, source: str) -> HFModelConfig:
     """Map the content of a config.json; `source` names it in messages. Raises: ConfigError."""
     architectures = raw.get("architectures")
-    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
+    named = architectures[0] if isinstance(architectures, list) and architectures else None
+    architecture = _language_model(named)
     if architecture not in SUPPORTED_ARCHITECTURES:
         raise ConfigError(
-            f"{source}: architecture {architecture!r} is not supported; "
-            f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+            f"{source}: architecture {named!r} is not supported; "
+            f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}, and for the critic the same with "
+            f"{' or '.join(VALUE_HEAD_SUFFIXES)}"
         )
+    if architecture != named:
+        _check_value_head(raw, source)
     _refuse_unmapped(raw, source)
     hidden, heads = _integer(raw, "hidden_size", source), _integer(raw, "num_attention_heads", source)
     kv_heads = _integer(raw, "num_key_value_heads", source, default=heads)
@@ -130,7 +143,24 @@ def map_hf_config(raw: Mapping[str, object], *, source: str) -> HFModelConfig:
         qk_norm=architecture == "Qwen3ForCausalLM",
         rope_theta=_number(rope, "rope_theta", source, default=10000.0),
         rope_scaling=_rope_scaling(rope, source),
+        has_value_head=architecture != named,
     )
+
+
+def _language_model(architecture: object) -> object:
+    """The family's language model: `Qwen2ForTokenClassification` is a `Qwen2ForCausalLM` with another head."""
+    for suffix in VALUE_HEAD_SUFFIXES:
+        if isinstance(architecture, str) and architecture.endswith(suffix):
+            return architecture.removesuffix(suffix) + "ForCausalLM"
+    return architecture
+
+
+def _check_value_head(raw: Mapping[str, object], source: str) -> None:
+    # transformers writes the labels' names instead of their number, and neither for its default of two.
+    labels = raw.get("id2label")
+    number = len(labels) if isinstance(labels, dict) else raw.get("num_labels", 2)
+    if number != 1:
+        raise ConfigError(f"{source}: num_labels is {number}; a value head has exactly 1 output")
 
 
 def _refuse_unmapped(raw: Mapping[str, object], source: str) -> None:

@@ -79,6 +79,10 @@ class TrainedModel:
         self.settings = settings
         self.parallel = settings.parallel
         self.model: HFModelConfig = read_hf_config(settings.folder)
+        if self.model.has_value_head and not settings.value_head:
+            raise ConfigError(
+                f"model folder {settings.folder} holds a reward or value model; only the critic can start from it"
+            )
         self.model.check_parallelism(
             tensor_model_parallel_size=self.parallel.tp_size,
             pipeline_model_parallel_size=self.parallel.pp_size,

@@ -164,13 +164,15 @@ class WeightMap:
 
 
 def load_hf_weights(module: torch.nn.Module, weight_map: WeightMap, folder: str | Path) -> None:
-    """Fill every parameter of `module` except a value head. Reads one tensor at a time.
+    """Fill every parameter of `module`, a value head only where the folder has one. Reads one tensor at a time.
 
     Raises: ConfigError if the folder lacks a tensor or has one of another shape.
     """
     with HFWeights(folder) as source, torch.no_grad():
         for name, parameter in module.named_parameters():
             if _is_value_head(name, parameter):
+                if weight_map.model.has_value_head:
+                    _load_value_head(name.rsplit(".", 1)[1], parameter, source)
                 continue
             shard = weight_map.load(name, source)
             if shard.shape != parameter.shape:
@@ -183,6 +185,20 @@ def load_hf_weights(module: torch.nn.Module, weight_map: WeightMap, folder: str 
 
 def _is_value_head(name: str, parameter: Tensor) -> bool:
     return name == "output_layer.bias" or (name == "output_layer.weight" and parameter.shape[0] == 1)
+
+
+def _load_value_head(kind: str, parameter: Tensor, source: HFWeights) -> None:
+    """`score` of a reward or value model; one for whole sequences has no bias, and the critic's stays 0."""
+    name = f"score.{kind}"
+    if kind == "bias" and name not in source:
+        return
+    head = source.read(name)
+    if head.shape != parameter.shape:
+        raise ConfigError(
+            f"model folder {source.folder}: {name} has shape {tuple(head.shape)}, "
+            f"a value head needs {tuple(parameter.shape)}"
+        )
+    parameter.copy_(head)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

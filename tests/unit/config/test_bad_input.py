@@ -322,6 +322,13 @@ def test_critic_with_a_smaller_vocabulary_is_refused(tmp_path: Path) -> None:
     assert "64" in message
 
 
+def test_a_reward_model_is_for_the_critic_only(tmp_path: Path) -> None:
+    folder = _folder(tmp_path / "m", architectures=["Qwen2ForTokenClassification"], id2label={"0": "LABEL_0"})
+    message = refusal(_use(folder))
+    assert "policy.model.path" in message and "only critic.model.path" in message
+    assert derive(changed({"critic.model.path": str(folder)}), 1).critic_model.vocab_size == 64
+
+
 def test_directory_of_another_experiment_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     message = refusal({"run.dir": str(tmp_path)})

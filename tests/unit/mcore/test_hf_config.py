@@ -66,6 +66,21 @@ def test_untied_is_the_default_of_these_architectures() -> None:
     assert map_hf_config(without, source="x").tied is False
 
 
+@pytest.mark.parametrize("suffix", ["ForTokenClassification", "ForSequenceClassification"])
+def test_a_reward_model_is_the_language_model_of_its_family_with_a_value_head(suffix: str) -> None:
+    config = mapped(architectures=[f"Qwen2{suffix}"], id2label={"0": "LABEL_0"})
+    assert config.has_value_head
+    # A critic is the same model wherever its first weights came from: its checkpoints fit either way.
+    assert config == mapped()
+    assert repr(config) == repr(mapped())
+
+
+@pytest.mark.parametrize("labels", [{}, {"id2label": {"0": "a", "1": "b"}}])
+def test_a_classifier_is_no_value_head(labels: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="num_labels is 2; a value head has exactly 1 output"):
+        mapped(architectures=["Qwen2ForSequenceClassification"], **labels)
+
+
 @pytest.mark.parametrize(
     "rope",
     [
