@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import gc
 import itertools
 import logging
@@ -29,8 +28,6 @@ from megatron_ppo.mcore import platform
 from megatron_ppo.protocol.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-_jobs = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,16 +74,34 @@ def distributed_runtime(*, timeout_s: float = 600.0) -> Iterator[DistributedRunt
 def _store(timeout_s: float) -> tuple[int, int, dist.Store]:
     if "RANK" not in os.environ:
         return 0, 1, dist.HashStore()
-    rank, world_size, store = _launcher_store(timeout_s)
-    # Jobs under a launcher only, so that every rank counts the same ones.
-    return rank, world_size, dist.PrefixStore(f"job_{next(_jobs)}", store)
+    address = tuple(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+    launcher = _launcher(address, timeout_s)
+    # Jobs under this launcher only, so that every rank counts the same ones.
+    store = dist.PrefixStore(f"job_{next(launcher.jobs)}", launcher.store)
+    return launcher.rank, launcher.world_size, store
 
 
-@functools.cache
-def _launcher_store(timeout_s: float) -> tuple[int, int, dist.Store]:
-    # Cached: where this process hosts the store itself, a second server on the same port cannot be opened.
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
-    return rank, world_size, store
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Launcher:
+    """What one launcher told this process, and the jobs that ran under it so far."""
+
+    store: dist.Store
+    rank: int
+    world_size: int
+    jobs: Iterator[int]
+
+
+# By address, in a process's life at most a few: where this process hosts the store itself, a second server on
+# the same port cannot be opened.
+_launchers: dict[tuple[str, ...], _Launcher] = {}
+
+
+def _launcher(address: tuple[str, ...], timeout_s: float) -> _Launcher:
+    if address not in _launchers:
+        timeout = datetime.timedelta(seconds=timeout_s)
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        _launchers[address] = _Launcher(store=store, rank=rank, world_size=world_size, jobs=itertools.count())
+    return _launchers[address]
 
 
 def _allow_sequence_parallelism() -> None:

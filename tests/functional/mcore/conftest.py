@@ -1,4 +1,4 @@
-"""One pair of Megatron workers and a few tiny Hugging Face models for all tests of this folder."""
+"""One group of Megatron workers and a few tiny Hugging Face models for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.worker_pair import WorkerPair, worker_pair
+from tests.functional.worker_group import WorkerGroup, worker_group
 
 
 @pytest.fixture(scope="session")
-def workers() -> Iterator[WorkerPair]:
-    """Two ranks, started once."""
-    with worker_pair() as pair:
-        yield pair
+def workers() -> Iterator[WorkerGroup]:
+    """Up to four ranks; each starts when a test first needs it."""
+    with worker_group() as group:
+        yield group
 
 
 @pytest.fixture(scope="session")
-def tiny_model(workers: WorkerPair, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def tiny_model(workers: WorkerGroup, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folder of a random model of one kind (see `jobs.MODEL_KINDS`), made once per kind."""
     made: dict[str, Path] = {}
 

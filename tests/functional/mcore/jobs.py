@@ -1,4 +1,4 @@
-"""What the Megatron workers run. Each function is one job of `worker_pair`; it returns plain, picklable
+"""What the Megatron workers run. Each function is one job of `worker_group`; it returns plain, picklable
 data.
 """
 
@@ -434,3 +434,11 @@ def threads_left_by_jobs(*, folder: str, jobs: int) -> list[int]:
         gc.collect()
         counts.append(len(os.listdir("/proc/self/task")))
     return counts
+
+
+def rank_and_size() -> tuple[int, int, int]:
+    """This rank, the job's size, and the sum of all ranks by a collective."""
+    with distributed_runtime(timeout_s=60.0) as runtime:
+        total = torch.tensor(runtime.rank)
+        dist.all_reduce(total)
+        return runtime.rank, runtime.world_size, int(total)

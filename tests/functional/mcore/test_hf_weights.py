@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.worker_pair import WorkerPair
+from tests.functional.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.megatron
 
@@ -22,7 +22,7 @@ LOGIT_ABSOLUTE = 1e-4
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_equal_those_of_transformers(
-    workers: WorkerPair, tiny_model: Callable[[str], Path], kind: str
+    workers: WorkerGroup, tiny_model: Callable[[str], Path], kind: str
 ) -> None:
     folder = str(tiny_model(kind))
     assert workers.run_alone(JOBS + "logit_difference", folder=folder, layout={}) < LOGIT_ABSOLUTE
@@ -32,7 +32,7 @@ def test_logits_equal_those_of_transformers(
 @pytest.mark.parametrize("layout", [{}, TP2, PP2], ids=["one", "tp2", "pp2"])
 @pytest.mark.parametrize(("kind", "temperature"), [("qwen2_odd_vocab", 1.0), ("qwen2_tied", 0.7)])
 def test_logprobs_and_entropy_equal_those_of_transformers_at_the_temperature(
-    workers: WorkerPair,
+    workers: WorkerGroup,
     tiny_model: Callable[[str], Path],
     kind: str,
     temperature: float,
@@ -53,7 +53,7 @@ def test_logprobs_and_entropy_equal_those_of_transformers_at_the_temperature(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_export_gives_back_the_files_bit_by_bit(
-    workers: WorkerPair, tiny_model: Callable[[str], Path], kind: str
+    workers: WorkerGroup, tiny_model: Callable[[str], Path], kind: str
 ) -> None:
     folder = str(tiny_model(kind))
     for layout in (TP2, PP2):
@@ -61,7 +61,7 @@ def test_export_gives_back_the_files_bit_by_bit(
             assert wrong == []
 
 
-def test_a_folder_of_several_files_with_an_index_loads(workers: WorkerPair, tmp_path: Path) -> None:
+def test_a_folder_of_several_files_with_an_index_loads(workers: WorkerGroup, tmp_path: Path) -> None:
     folder = str(tmp_path)
     workers.run_alone(JOBS + "make_model", folder=folder, kind="qwen2", max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -69,7 +69,7 @@ def test_a_folder_of_several_files_with_an_index_loads(workers: WorkerPair, tmp_
 
 
 def test_a_frozen_policy_keeps_its_hash_and_the_smallest_update_changes_it(
-    workers: WorkerPair, tiny_model: Callable[[str], Path]
+    workers: WorkerGroup, tiny_model: Callable[[str], Path]
 ) -> None:
     folder = str(tiny_model("qwen2"))
     ranks = workers.run(JOBS + "hashes", folder=folder, layout=TP2)
@@ -79,5 +79,5 @@ def test_a_frozen_policy_keeps_its_hash_and_the_smallest_update_changes_it(
     assert found["updated"] != found["start"]
 
 
-def test_patched_torch_still_serves_other_libraries(workers: WorkerPair) -> None:
+def test_patched_torch_still_serves_other_libraries(workers: WorkerGroup) -> None:
     assert all(workers.run_alone(JOBS + "shim_leaves_torch_alone").values())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.functional.worker_pair import WorkerPair
+from tests.functional.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.megatron
 
@@ -32,7 +32,7 @@ VALUE_RELATIVE = 1e-4
 
 @pytest.fixture(scope="module")
 def one_process(
-    workers: WorkerPair, tiny_model: Callable[[str], Path]
+    workers: WorkerGroup, tiny_model: Callable[[str], Path]
 ) -> Callable[[str, str], dict[str, Any]]:
     """The same training in one process; computed once per head and model kind."""
     known: dict[tuple[str, str], dict[str, Any]] = {}
@@ -68,7 +68,7 @@ def assert_same_training(seen: dict[str, Any], expected: dict[str, Any], prefix:
 @pytest.mark.parametrize("kind", ["policy", "critic"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_of_two_ranks_trains_like_one_process(
-    workers: WorkerPair,
+    workers: WorkerGroup,
     tiny_model: Callable[[str], Path],
     one_process: Callable[[str, str], dict[str, Any]],
     layout: str,
@@ -89,7 +89,7 @@ def test_a_layout_of_two_ranks_trains_like_one_process(
 @pytest.mark.parametrize("layout", ["tp2_sp", "pp2"])
 @pytest.mark.parametrize("model", ["qwen2_tied", "qwen3"])
 def test_tied_embeddings_and_query_key_norms_train_alike_in_every_layout(
-    workers: WorkerPair,
+    workers: WorkerGroup,
     tiny_model: Callable[[str], Path],
     one_process: Callable[[str, str], dict[str, Any]],
     layout: str,
@@ -102,7 +102,7 @@ def test_tied_embeddings_and_query_key_norms_train_alike_in_every_layout(
 
 
 def test_query_key_norms_without_sequence_parallelism_train_like_one_process(
-    workers: WorkerPair, tiny_model: Callable[[str], Path], one_process: Callable[[str, str], dict[str, Any]]
+    workers: WorkerGroup, tiny_model: Callable[[str], Path], one_process: Callable[[str, str], dict[str, Any]]
 ) -> None:
     # Their gradients differ per tensor rank even when the sequence is whole: each rank sees its heads only.
     ranks = workers.run(JOBS + "train", kind="policy", folder=str(tiny_model("qwen3")), layout=LAYOUTS["tp2"])
@@ -112,7 +112,7 @@ def test_query_key_norms_without_sequence_parallelism_train_like_one_process(
 @pytest.mark.parametrize("kind", ["policy", "critic"])
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_the_microbatch_size_changes_no_result(
-    workers: WorkerPair,
+    workers: WorkerGroup,
     tiny_model: Callable[[str], Path],
     one_process: Callable[[str, str], dict[str, Any]],
     kind: str,
@@ -125,7 +125,7 @@ def test_the_microbatch_size_changes_no_result(
 
 
 def test_policy_and_critic_may_have_different_layouts_on_the_same_ranks(
-    workers: WorkerPair, tiny_model: Callable[[str], Path]
+    workers: WorkerGroup, tiny_model: Callable[[str], Path]
 ) -> None:
     folder = str(tiny_model("qwen2"))
     expected = workers.run_alone(JOBS + "train_both", folder=folder, policy_layout={}, critic_layout={})
@@ -147,7 +147,7 @@ def test_policy_and_critic_may_have_different_layouts_on_the_same_ranks(
 @pytest.mark.parametrize("kind", ["policy", "critic"])
 @pytest.mark.parametrize("rows", [1, 3, 7])
 def test_scoring_takes_any_number_of_sequences_in_every_layout(
-    workers: WorkerPair, tiny_model: Callable[[str], Path], rows: int, kind: str
+    workers: WorkerGroup, tiny_model: Callable[[str], Path], rows: int, kind: str
 ) -> None:
     # Probes and last batches do not divide by the data-parallel size.
     folder = str(tiny_model("qwen2"))
@@ -157,7 +157,7 @@ def test_scoring_takes_any_number_of_sequences_in_every_layout(
 
 
 def test_bf16_trains_close_to_fp32(
-    workers: WorkerPair, tiny_model: Callable[[str], Path], one_process: Callable[[str, str], dict[str, Any]]
+    workers: WorkerGroup, tiny_model: Callable[[str], Path], one_process: Callable[[str, str], dict[str, Any]]
 ) -> None:
     folder = str(tiny_model("qwen2"))
     ranks = workers.run(JOBS + "train", kind="policy", folder=folder, layout={}, precision="bf16")
@@ -186,7 +186,7 @@ def test_bf16_trains_close_to_fp32(
     ],
 )
 def test_a_layout_that_cannot_work_is_refused_with_its_key(
-    workers: WorkerPair, tiny_model: Callable[[str], Path], layout: Layout, words: tuple[str, ...]
+    workers: WorkerGroup, tiny_model: Callable[[str], Path], layout: Layout, words: tuple[str, ...]
 ) -> None:
     for message in workers.run(JOBS + "layout_error", folder=str(tiny_model("qwen2")), layout=layout):
         assert all(word in message for word in words), message

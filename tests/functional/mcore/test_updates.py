@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.functional.worker_pair import WorkerPair
+from tests.functional.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.megatron
 
@@ -21,7 +21,7 @@ PP2 = {"pipeline_model_parallel_size": 2}
 @pytest.mark.parametrize("layout", [{}, TP2, PP2], ids=["dp2", "tp2", "pp2"])
 @pytest.mark.parametrize(("kind", "spoil"), [("policy", "nan"), ("critic", "inf")])
 def test_a_bad_loss_names_its_prompt_on_every_rank_and_applies_no_step(
-    workers: WorkerPair, tiny_model: Callable[[str], Path], kind: str, spoil: str, layout: dict[str, int]
+    workers: WorkerGroup, tiny_model: Callable[[str], Path], kind: str, spoil: str, layout: dict[str, int]
 ) -> None:
     folder = str(tiny_model("qwen2"))
     ranks = workers.run(JOBS + "spoilt_update", kind=kind, folder=folder, layout=layout, spoil=spoil)
@@ -33,7 +33,7 @@ def test_a_bad_loss_names_its_prompt_on_every_rank_and_applies_no_step(
 
 
 def test_an_infinite_gradient_norm_raises_on_every_rank_and_applies_no_step(
-    workers: WorkerPair, tiny_model: Callable[[str], Path]
+    workers: WorkerGroup, tiny_model: Callable[[str], Path]
 ) -> None:
     folder = str(tiny_model("qwen2"))
     for seen in workers.run(
@@ -60,7 +60,7 @@ def assert_same_continuation(seen: dict[str, Any], expected: dict[str, Any], *, 
 
 
 def test_training_goes_on_from_a_checkpoint_as_if_never_interrupted(
-    workers: WorkerPair, tiny_model: Callable[[str], Path], tmp_path: Path
+    workers: WorkerGroup, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder, checkpoint = str(tiny_model("qwen2")), str(tmp_path / "models")
     layouts = {"policy_layout": TP2, "critic_layout": {}}
@@ -87,7 +87,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_never_interrupted(
 
 
 def test_the_reference_stays_what_the_policy_started_from(
-    workers: WorkerPair, tiny_model: Callable[[str], Path]
+    workers: WorkerGroup, tiny_model: Callable[[str], Path]
 ) -> None:
     for seen in workers.run(JOBS + "reference_is_frozen", folder=str(tiny_model("qwen2")), layout=TP2):
         assert torch.equal(seen["reference_before"], seen["initial"])
@@ -97,7 +97,7 @@ def test_the_reference_stays_what_the_policy_started_from(
         assert abs(seen["metrics"]["train/kl_penalty"]) < 1e-6
 
 
-def test_jobs_leave_no_threads_behind(workers: WorkerPair, tiny_model: Callable[[str], Path]) -> None:
+def test_jobs_leave_no_threads_behind(workers: WorkerGroup, tiny_model: Callable[[str], Path]) -> None:
     # A process group's threads live as long as any model that holds it; a sweep would collect hundreds of them.
     job = "tests.functional.mcore.jobs:threads_left_by_jobs"
     first, *later = workers.run_alone(job, folder=str(tiny_model("qwen2")), jobs=3)

@@ -1,4 +1,4 @@
-"""Jobs for a pair of workers that check what `RankZero` makes of results and errors; see `worker_pair`."""
+"""Jobs for a pair of workers that check what `RankZero` makes of results and errors; see `worker_group`."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_ppo.testing.fakes import make_group
-from tests.functional.worker_pair import WorkerPair, worker_pair
+from tests.functional.worker_group import WorkerGroup, worker_group
 
 pytestmark = [pytest.mark.ray]
 
@@ -15,12 +15,12 @@ JOBS = "tests.functional.ray_actors.rank_zero_jobs"
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[WorkerPair]:
-    with worker_pair() as running:
+def pair() -> Iterator[WorkerGroup]:
+    with worker_group() as running:
         yield running
 
 
-def test_every_rank_gets_the_result_or_the_failure_of_rank_zero(pair: WorkerPair) -> None:
+def test_every_rank_gets_the_result_or_the_failure_of_rank_zero(pair: WorkerGroup) -> None:
     zero, one = pair.run(f"{JOBS}:outcomes")
     for seen in (zero, one):
         assert seen["before"] == {"step": 4}
@@ -35,7 +35,7 @@ def test_every_rank_gets_the_result_or_the_failure_of_rank_zero(pair: WorkerPair
     )
 
 
-def test_a_dead_collector_is_raised_by_the_take_of_every_rank(pair: WorkerPair) -> None:
+def test_a_dead_collector_is_raised_by_the_take_of_every_rank(pair: WorkerGroup) -> None:
     zero, one = pair.run(f"{JOBS}:take_without_actors")
     cause = "the collector died: EngineDeadError: killed"
     assert zero == [cause]

@@ -1,0 +1,17 @@
+"""The shared workers run jobs of one, two and four ranks in any order."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.functional.worker_group import WorkerGroup
+
+pytestmark = pytest.mark.megatron
+
+JOB = "tests.functional.mcore.jobs:rank_and_size"
+
+
+def test_jobs_of_all_sizes_follow_one_another_on_the_same_workers(workers: WorkerGroup) -> None:
+    for size in (2, 1, 4, 2, 4, 1):
+        results = [workers.run_alone(JOB)] if size == 1 else workers.run(JOB, world_size=size)
+        assert results == [(rank, size, sum(range(size))) for rank in range(size)]
