@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.functional.worker_pair import WorkerPair
+from tests.functional.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.megatron
 
@@ -24,7 +24,7 @@ VALUE_ABSOLUTE = 1e-4
 
 @pytest.fixture(scope="module", params=["TokenClassification", "SequenceClassification"])
 def reward_model(
-    request: pytest.FixtureRequest, workers: WorkerPair, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, workers: WorkerGroup, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """Folder of a reward or value model as transformers writes it."""
     folder = tmp_path_factory.mktemp("reward")
@@ -33,7 +33,7 @@ def reward_model(
 
 
 def test_a_critic_takes_over_backbone_and_head_of_a_reward_model(
-    workers: WorkerPair, reward_model: Path
+    workers: WorkerGroup, reward_model: Path
 ) -> None:
     results = [workers.run_alone(JOBS + "value_difference", folder=str(reward_model), layout={})]
     for layout in LAYOUTS.values():
@@ -43,7 +43,7 @@ def test_a_critic_takes_over_backbone_and_head_of_a_reward_model(
         assert result["size"] > 0.1, "a head that stayed zero would compare equal to nothing"
 
 
-def test_a_policy_refuses_a_reward_model(workers: WorkerPair, reward_model: Path) -> None:
+def test_a_policy_refuses_a_reward_model(workers: WorkerGroup, reward_model: Path) -> None:
     message = workers.run_alone(JOBS + "policy_error", folder=str(reward_model))
     assert str(reward_model) in message and "only the critic" in message
 
@@ -56,7 +56,7 @@ def test_a_policy_refuses_a_reward_model(workers: WorkerPair, reward_model: Path
     ],
 )
 def test_a_head_that_is_missing_or_of_another_shape_is_named(
-    workers: WorkerPair, reward_model: Path, tmp_path: Path, changes: dict[str, Any], words: str
+    workers: WorkerGroup, reward_model: Path, tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     folder = tmp_path / "broken"
     shutil.copytree(reward_model, folder)
