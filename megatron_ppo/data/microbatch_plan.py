@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -163,7 +164,7 @@ def _contiguous(
             yield [mine[start : start + policy.sequences] for start in range(0, share, policy.sequences)]
         else:
             cuts = [share * part // count for part in range(count + 1)]
-            yield [mine[start:end] for start, end in zip(cuts, cuts[1:], strict=False)]
+            yield [mine[start:end] for start, end in itertools.pairwise(cuts)]
 
 
 def _bins(size: Sequence[int], policy: TokenBudget, *, multiple: int, may_repeat: bool) -> list[list[int]]:
