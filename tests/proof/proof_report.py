@@ -125,13 +125,15 @@ def sections(proof: Proof) -> dict[str, str]:
     """Markdown of every section that has a result."""
     by_section = {
         name: [(c, r) for c in proof.cases if c.section == name and (r := proof.results[c.id]) is not None]
-        for name in ("seeds", "variants", "broken")
+        for name in ("seeds", "variants", "long", "broken")
     }
     bodies = {}
     if by_section["seeds"]:
         bodies["seeds"] = _seeds(by_section["seeds"])
     if by_section["variants"]:
         bodies["variants"] = _variants(by_section["variants"])
+    if by_section["long"]:
+        bodies["long"] = _long(by_section["long"])
     if by_section["broken"]:
         bodies["broken"] = _broken(by_section["broken"])
     if proof.mutations is not None:
@@ -171,6 +173,18 @@ def _variants(done: Done) -> str:
     return (
         f"## Variants\n\n{_provenance(done)}\n\nColumns as above; one run each.\n\n"
         f"{table(columns, rows)}{_mishaps(done)}"
+    )
+
+
+def _long(done: Done) -> str:
+    passed = sum(verdict_of(case, result).proven for case, result in done)
+    rows = [
+        [case.shows.removeprefix("run.seed="), *_numbers(result), *_costs(result)] for case, result in done
+    ]
+    return (
+        f"## Seeds of the variant with long responses\n\n{_provenance(done)}\n\n`megatron_40step_long`: responses of "
+        f"64 to 128 tokens, in-flight weight updates. **{passed} of {len(done)} seeds pass every gate** (all must). "
+        f"Columns as above.\n\n{table(SEED_COLUMNS, rows)}{_mishaps(done)}"
     )
 
 

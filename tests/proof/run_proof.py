@@ -70,7 +70,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Real runs that prove the gates; resumable.")
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="PATTERN",
-        help="seeds, variants, broken, mutations, or shell patterns of case ids",
+        help="seeds, variants, long, broken, mutations, or shell patterns of case ids",
     )  # fmt: skip
     parser.add_argument(
         "--seeds", type=_seeds, default=DEFAULT_SEEDS, help="comma-separated seeds of the sweep (0,1,...,9)"
