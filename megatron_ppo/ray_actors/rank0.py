@@ -7,6 +7,7 @@ control group, so that no rank is left waiting in a collective that its peers wi
 from __future__ import annotations
 
 import logging
+import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -38,26 +39,40 @@ class RankZero:
         self._group = group
 
     def run(self, what: str, function: Callable[[], T]) -> T:
-        """Collective. `function` runs on rank 0 only; its result must be picklable.
+        """Collective. `function` runs on rank 0 only; with several ranks its result must be picklable.
 
-        Raises: on rank 0 the error of `function`; on the others a PartDiedError that quotes it.
+        Raises: on rank 0 the error of `function`, or a TypeError for a result that cannot be pickled; on the
+            others a PartDiedError that quotes it.
         """
+        if self._world_size == 1:
+            return function()
         outcome: list[Any] = [None]
-        error: BaseException | None = None
-        if self._rank == 0:
-            try:
-                outcome = [(True, function())]
-            except Exception as caught:  # a process boundary: raised again here and on every other rank
-                error = caught
-                outcome = [(False, f"{type(caught).__name__}: {caught}")]
-        if self._world_size > 1:
+        if self._rank != 0:
             dist.broadcast_object_list(outcome, src=0, group=self._group)
-        if error is not None:
-            raise error
-        succeeded, value = outcome[0]
-        if not succeeded:
-            raise PartDiedError(f"rank 0 failed during {what}: {value}")
-        return value  # type: ignore[no-any-return]
+            succeeded, value = outcome[0]
+            if not succeeded:
+                raise PartDiedError(f"rank 0 failed during {what}: {value}")
+            return pickle.loads(value)  # type: ignore[no-any-return]
+        try:
+            result = function()
+            outcome = [(True, _pickled(result, what))]
+        except Exception as caught:  # a process boundary: raised again here and on every other rank
+            dist.broadcast_object_list(
+                [(False, f"{type(caught).__name__}: {caught}")], src=0, group=self._group
+            )
+            raise
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        return result
+
+
+def _pickled(result: object, what: str) -> bytes:
+    # Before the broadcast: inside it, the failure would leave the other ranks waiting for what never comes.
+    try:
+        return pickle.dumps(result)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise TypeError(
+            f"the result of {what} is a {type(result).__name__} that cannot be sent to the other ranks: {error}"
+        ) from error
 
 
 class Supervisor:

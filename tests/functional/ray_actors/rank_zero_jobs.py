@@ -52,6 +52,18 @@ def outcomes() -> dict[str, object]:
         }
 
 
+def result_that_cannot_be_sent() -> list[str]:
+    """This rank's error for a result that no other process can have, and the result of the call after it."""
+    with distributed_runtime(timeout_s=TIMEOUT_S):
+        rank_zero = RankZero(rank=dist.get_rank(), world_size=2, group=dist.new_group(backend="gloo"))
+        try:
+            rank_zero.run("the start of the actors", lambda: lambda: 1)
+            raised = "nothing"
+        except (TypeError, PartDiedError) as error:
+            raised = f"{type(error).__name__}: {error}"
+        return [raised, rank_zero.run("the gates", lambda: "passed")]
+
+
 def take_without_actors() -> list[str]:
     """A take whose rank 0 fails: no rank may be left waiting. Returns this rank's error."""
     with distributed_runtime(timeout_s=TIMEOUT_S):

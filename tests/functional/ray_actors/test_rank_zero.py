@@ -35,6 +35,14 @@ def test_every_rank_gets_the_result_or_the_failure_of_rank_zero(pair: WorkerGrou
     )
 
 
+def test_a_result_that_cannot_be_pickled_is_an_error_on_every_rank(pair: WorkerGroup) -> None:
+    zero, one = pair.run(f"{JOBS}:result_that_cannot_be_sent")
+    cause = "TypeError: the result of the start of the actors is a function that cannot be sent to the other ranks: "
+    assert zero[0].startswith(cause)
+    assert one[0].startswith(f"PartDiedError: rank 0 failed during the start of the actors: {cause}")
+    assert zero[1] == one[1] == "passed"
+
+
 def test_a_dead_collector_is_raised_by_the_take_of_every_rank(pair: WorkerGroup) -> None:
     zero, one = pair.run(f"{JOBS}:take_without_actors")
     cause = "the collector died: EngineDeadError: killed"
