@@ -51,11 +51,6 @@ class TrainBatch:
     def __len__(self) -> int:
         return int(self.token_ids_BT.shape[0])
 
-    @property
-    def loss_mask_BT(self) -> Tensor:
-        """bool [B, T]; True where a token counts in losses."""
-        return self.response_mask_BT & self.sample_mask_B[:, None]
-
     def replace(self, **fields: Tensor | None) -> TrainBatch:
         """A copy with some fields set."""
         return dataclasses.replace(self, **fields)

@@ -34,10 +34,6 @@ class ShuffledPrompts:
         """Prompts per epoch."""
         return len(self._examples)
 
-    def epoch_of(self, ordinal: int) -> int:
-        """Epoch in which `ordinal` lies, counted from 0."""
-        return ordinal // len(self._examples)
-
     def prompt_at(self, ordinal: int) -> Prompt:
         """The prompt at `ordinal`. Raises: ValueError if it is negative."""
         if ordinal < 0:

@@ -224,7 +224,7 @@ def logprob_and_entropy_difference(*, folder: str, layout: Layout, temperature: 
             logits = reference(batch.token_ids_BT).logits[:, :-1].double()
     target = batch.token_ids_BT[:, 1:, None]
     mask = batch.response_mask_BT[:, 1:]
-    kept = batch.loss_mask_BT[:, 1:]
+    kept = (batch.response_mask_BT & batch.sample_mask_B[:, None])[:, 1:]
 
     def difference(scores: Tensor, used: float) -> float:
         expected = (logits / used).log_softmax(-1).gather(-1, target)[..., 0]

@@ -106,7 +106,9 @@ def test_tool_turns_are_outside_the_mask_and_the_reward_goes_to_the_last_sampled
     )
     assert batch.response_mask_BT.tolist() == [[False, True, False, True, False]]
     assert batch.generation_logprobs_BT.tolist() == [[0.0, -2.0, 0.0, -4.0, 0.0]]
-    assert place_terminal_reward(batch.reward_B, batch.loss_mask_BT).tolist() == [[0.0, 0.0, 0.0, 2.0, 0.0]]
+    assert place_terminal_reward(batch.reward_B, batch.response_mask_BT).tolist() == [
+        [0.0, 0.0, 0.0, 2.0, 0.0]
+    ]
 
 
 def test_packing_no_groups_is_refused() -> None:
@@ -134,11 +136,6 @@ def test_selecting_nothing_gives_an_empty_batch() -> None:
     empty = three_sequences().select(torch.tensor([], dtype=torch.int64))
     assert len(empty) == 0
     assert empty.token_ids_BT.shape == (0, 0)
-
-
-def test_loss_mask_excludes_masked_sequences() -> None:
-    batch = three_sequences().replace(sample_mask_B=torch.tensor([True, False, True]))
-    assert batch.loss_mask_BT.sum(dim=1).tolist() == [3, 0, 2]
 
 
 def test_unshuffled_minibatches_are_consecutive() -> None:

@@ -89,7 +89,13 @@ class WorkLog:
 
 
 def _tensors(batch: TrainBatch) -> list[Tensor]:
-    required = [batch.ordinal_B, batch.token_ids_BT, batch.loss_mask_BT, batch.generation_logprobs_BT]
+    required = [
+        batch.ordinal_B,
+        batch.token_ids_BT,
+        batch.response_mask_BT,
+        batch.sample_mask_B,
+        batch.generation_logprobs_BT,
+    ]
     scored = [
         batch.old_logprobs_BT,
         batch.ref_logprobs_BT,

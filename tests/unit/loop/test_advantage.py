@@ -84,7 +84,7 @@ def test_garbage_outside_the_mask_is_not_seen() -> None:
     batch = batch_of([4, 2], rewards=[1.0, 0.0], values=0.5)
     batch.sample_mask_B[1] = False
     expected = GAE(gae_lambda=0.9, gae_gamma=1.0).apply(batch)
-    mask_BT = batch.loss_mask_BT
+    mask_BT = batch.response_mask_BT & batch.sample_mask_B[:, None]
     assert batch.values_BT is not None
     spoilt = batch.replace(
         values_BT=torch.where(mask_BT, batch.values_BT, math.nan), reward_B=torch.tensor([1.0, math.nan])

@@ -1,11 +1,11 @@
-"""The real `train` against fakes that check the order of its calls, and against real collector and buffer."""
+"""The real `train` against fakes that check the order of its calls.
+
+With the real collector and buffer it runs in tests/unit/loop/test_one_process_run.py.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,20 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ppo.collector.collector import Collector
 from megatron_ppo.data.batch import pack_groups
 from megatron_ppo.loop.advantage import GAE
 from megatron_ppo.loop.async_ppo import LoopSettings, Parts, train
-from megatron_ppo.protocol.errors import PartDiedError
 from megatron_ppo.protocol.schedule import AsyncSchedule
-from megatron_ppo.protocol.trajectory import PromptGroup, SamplingSettings
-from megatron_ppo.replay.buffer import PromptGroupBuffer
-from megatron_ppo.replay.service import ReplayService
 from megatron_ppo.testing.fakes import (
     CallerError,
-    FakeEngine,
-    FakePromptStream,
-    FakeScorer,
     make_group,
 )
 from megatron_ppo.testing.loop_fakes import (
@@ -251,150 +243,3 @@ def test_minibatches_that_a_model_cannot_train_on_are_noticed() -> None:
     )
     with pytest.raises(CallerError, match="advantages_BT is not finite"):
         FakePolicy(order).update([bad])
-
-
-class InProcessCollection:
-    """`GroupSource` over the real collector and the real buffer, whose event loop runs in a thread."""
-
-    def __init__(self, schedule: AsyncSchedule, engine: FakeEngine) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        self.engine = engine
-        self.replay = ReplayService(
-            PromptGroupBuffer(
-                schedule=schedule, num_prompts_per_step=PROMPTS, num_generations_per_prompt=GENERATIONS
-            )
-        )
-        self.collector = Collector(
-            replay=self.replay,
-            engine=engine,
-            scorer=FakeScorer(),
-            prompts=FakePromptStream(period=5),
-            num_generations=GENERATIONS,
-            sampling=SamplingSettings(max_new_tokens=5),
-            seed=42,
-            max_concurrent_groups=3,
-            deadline_s=LONG_S,
-            reserve_timeout_s=0.05,
-        )
-        self._running = asyncio.run_coroutine_threadsafe(self.collector.run(), self._loop)
-
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the collector's loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(LONG_S)
-
-    def take(self, *, target_step: int) -> list[PromptGroup]:
-        """See `GroupSource.take`."""
-        return self.call(self.replay.take(target_step=target_step, timeout_s=LONG_S))
-
-    def open(self, *, step: int, frontier: int) -> None:
-        """See `GroupSource.open`."""
-        self.call(self.replay.open(step=step, frontier=frontier))
-
-    def close(self) -> None:
-        """Stop collector, loop and thread."""
-        self.call(self.collector.stop(timeout_s=LONG_S))
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(LONG_S)
-        self._loop.close()
-
-
-class PublishingRefit:
-    """`FakeRefit` that hands the version to the fake engine, under running requests."""
-
-    def __init__(self, order: StepOrder, collection: InProcessCollection) -> None:
-        self._fake = FakeRefit(order)
-        self._collection = collection
-
-    def push(self, *, version: int) -> Mapping[str, float]:
-        """See `Refit.push`."""
-
-        async def publish() -> None:
-            if version > self._collection.engine.version:
-                self._collection.engine.publish(version)
-
-        self._collection.call(publish())
-        return self._fake.push(version=version)
-
-
-class OrderedGroups:
-    """Tells the order about the calls and passes them on."""
-
-    def __init__(self, order: StepOrder, collection: InProcessCollection) -> None:
-        self._order = order
-        self._collection = collection
-
-    def take(self, *, target_step: int) -> list[PromptGroup]:
-        """See `GroupSource.take`."""
-        self._order.took(target_step)
-        return self._collection.take(target_step=target_step)
-
-    def open(self, *, step: int, frontier: int) -> None:
-        """See `GroupSource.open`."""
-        self._order.opened(step, frontier)
-        self._collection.open(step=step, frontier=frontier)
-
-
-@contextmanager
-def real_collection(schedule: AsyncSchedule) -> Iterator[tuple[Parts, InProcessCollection]]:
-    parts, order = fake_parts(schedule)
-    collection = InProcessCollection(schedule, FakeEngine(token_latency_s=0.0005))
-    try:
-        yield (
-            replace(
-                parts,
-                groups=OrderedGroups(order, collection),
-                refit=PublishingRefit(order, collection),
-            ),
-            collection,
-        )
-    finally:
-        collection.close()
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        AsyncSchedule(max_num_steps=8, max_trajectory_age_steps=0),
-        AsyncSchedule(max_num_steps=12, max_trajectory_age_steps=1),
-        AsyncSchedule(max_num_steps=12, max_trajectory_age_steps=3),
-        AsyncSchedule(
-            max_num_steps=12,
-            max_trajectory_age_steps=1,
-            policy_training_start_step=4,
-            warmup_generation_lead_steps=4,
-        ),
-    ],
-    ids=["age 0", "age 1", "age 3", "banked"],
-)
-def test_loop_collector_and_buffer_train_every_prompt_once_within_the_age_bound(
-    schedule: AsyncSchedule,
-) -> None:
-    with real_collection(schedule) as (parts, collection):
-        train(loop_settings(schedule), schedule, parts)
-        trained = collection.call(collection.replay.trained_ordinals())
-    steps = schedule.max_num_steps
-    assert trained == tuple(range(steps * PROMPTS))
-    rows = rows_of(parts)
-    assert len(rows) == steps
-    assert all(0 <= row["age/max_versions"] <= schedule.max_trajectory_age_steps for row in rows)
-    if schedule.max_trajectory_age_steps == 0:
-        assert all(
-            row["train/avg_trajectory_age"] == 0 for row in rows[schedule.policy_training_start_step :]
-        )
-
-
-def test_a_dead_engine_ends_the_loop_with_its_cause() -> None:
-    schedule = AsyncSchedule(max_num_steps=50)
-    with real_collection(schedule) as (parts, collection):
-
-        class DiesAtStepThree(FakeValidator):
-            def run(self, *, step: int) -> Mapping[str, float]:
-                if step == 3:
-                    collection.engine.die("engine core was killed")
-                return {}
-
-        parts = replace(parts, validator=DiesAtStepThree(StepOrder(schedule=schedule, ppo_epochs=1)))
-        with pytest.raises(PartDiedError, match="EngineDeadError: engine core was killed"):
-            train(loop_settings(schedule, validation_period=1), schedule, parts)
