@@ -19,33 +19,23 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from megatron_ppo.app.actors import RunActors, run_actors, validation_sampling
-from megatron_ppo.app.limits import GENERATION_TIMEOUT_S, control_timeout_s
+from megatron_ppo.app.actors import RunActors, run_actors
+from megatron_ppo.app.limits import control_timeout_s
+from megatron_ppo.app.parts import PartsBuilder, refit_backend
 from megatron_ppo.app.termination import is_own_cause, lost_a_peer, terminate_as_exit
 from megatron_ppo.config.derived import Derived
 from megatron_ppo.config.schema import RunConfig
-from megatron_ppo.config.targets import build, resolve
 from megatron_ppo.data.task import TaskSpec
 from megatron_ppo.data.tasks import build_task, takes_option
 from megatron_ppo.loop.async_ppo import LoopSettings, Parts, train
-from megatron_ppo.loop.checkpoints import RunCheckpoints
-from megatron_ppo.loop.ports import GroupSource, Refit
-from megatron_ppo.loop.probe import ProbedRefit
-from megatron_ppo.loop.recorded import RecordedGroups
-from megatron_ppo.loop.validation import EngineValidator
 from megatron_ppo.mcore.parallel import DistributedRuntime, distributed_runtime
-from megatron_ppo.protocol.errors import ConfigError, MegatronPPOError
-from megatron_ppo.protocol.trajectory import SamplingSettings
-from megatron_ppo.ray_actors.rank0 import RankZero, RayGroupSource
-from megatron_ppo.refit.agreement import agreement_over
-from megatron_ppo.telemetry.display import ProgressDisplay
+from megatron_ppo.protocol.errors import MegatronPPOError
+from megatron_ppo.ray_actors.rank0 import RankZero
 from megatron_ppo.telemetry.gate_check import print_results
 from megatron_ppo.telemetry.gates import all_passed, evaluate, parse_gates, results_as_json
-from megatron_ppo.telemetry.metrics import NullTelemetry, Telemetry
 from megatron_ppo.telemetry.process_log import redirect_process_output
 from megatron_ppo.telemetry.run_dir import OpenRun, RunDirectory, open_run, write_json_atomically
-from megatron_ppo.telemetry.sinks import build_telemetry, read_rows
-from megatron_ppo.transport.broadcast_group import BroadcastStore, backend_for
+from megatron_ppo.telemetry.sinks import read_rows
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +158,7 @@ class _Job:
     @contextlib.contextmanager
     def _parts(self) -> Iterator[tuple[LoopSettings, Parts]]:
         config, derived, rank_zero = self.config, self.derived, self.rank_zero
-        backend = self._refit_backend()
+        refit_backend(config, self.runtime.device)  # refused here, before anything is started
         policy_folder, critic_folder = self._model_folders()
         task_kwargs = self._task_kwargs(policy_folder)
         task = build_task(**task_kwargs)
@@ -187,33 +177,20 @@ class _Job:
                 pad_token_id=task.pad_token_id,
             )
             rank_zero.run("the start of the inference group", lambda: self._begin(actors))
-            checkpoints = RunCheckpoints(
-                folder=self.directory.checkpoints_dir,
-                resume=rank_zero.run("resume", lambda: self.opened is not None and self.opened.resumed),
-                keep=config.checkpoint.keep,
-                metric=config.checkpoint.metric,
-                higher_is_better=config.checkpoint.higher_is_better,
-                identity=self._identity(),
-                load_replay_buffer=config.checkpoint.load_replay_buffer,
-                models=models.store(),
-                replay=actors.snapshots() if actors else None,
-                version_at=derived.schedule.version_at,
-                on_rank_zero=rank_zero.run,
+            builder = PartsBuilder(
+                config=config,
+                derived=derived,
+                runtime=self.runtime,
+                rank_zero=rank_zero,
+                control=self.control,
+                directory=self.directory,
+                resumed=rank_zero.run("resume", lambda: self.opened is not None and self.opened.resumed),
+                terminal=self.terminal,
+                task=task,
+                actors=actors,
+                stack=stack,
             )
-            settings = self._loop_settings(task)
-            refit = self._refit(stack, models.policy, actors, backend)
-            parts = Parts(
-                policy=models.policy,
-                critic=models.critic,
-                advantage=self._advantage(),
-                groups=self._groups(actors),
-                refit=self._probed(refit, models.policy, actors, task),
-                validator=self._validator(actors, task),
-                checkpoints=checkpoints,
-                telemetry=self._telemetry(stack),
-                observe=lambda: rank_zero.run("the actors' statistics", lambda: self._statistics(actors)),
-            )
-            yield settings, parts
+            yield builder.loop_settings(), builder.parts(models)
 
     def _model_folders(self) -> tuple[Path, Path]:
         config = self.config
@@ -268,10 +245,6 @@ class _Job:
         assert actors is not None, "only rank 0 has actors"
         actors.begin()
 
-    def _statistics(self, actors: RunActors | None) -> dict[str, float]:
-        assert actors is not None, "only rank 0 has actors"
-        return actors.statistics()
-
     def abandon(self, message: str) -> None:
         """The main thread is stuck inside a collective and will not meet the failure: say why and go.
 
@@ -279,156 +252,6 @@ class _Job:
         """
         self._fail(message)
         os._exit(FAILED)
-
-    def _refit_backend(self) -> str:
-        """Raises: ConfigError for NCCL on a machine that the engines would fail to use it on."""
-        chosen = self.config.refit.backend
-        possible = backend_for(self.runtime.device)
-        if chosen == "nccl" and possible != "nccl":
-            raise ConfigError(
-                f"refit.backend: got 'nccl'; must be auto or gloo on {self.runtime.device.type}"
-            )
-        return possible if chosen == "auto" else chosen
-
-    def _refit(
-        self, stack: contextlib.ExitStack, policy: Any, actors: RunActors | None, backend: str
-    ) -> Refit:
-        config, device = self.config, self.runtime.device
-        store = None
-        if actors is not None:
-            store = BroadcastStore(
-                host=config.cluster.node_ip_address, backend=backend, timeout_s=config.refit.timeout_s
-            )
-        refit = resolve(config.refit.target)(
-            source=policy,
-            sink=actors.engines if actors else None,
-            store=store,
-            device=device,
-            bucket_bytes=config.refit.bucket_bytes,
-            in_flight=config.schedule.in_flight_weight_updates,
-            recompute_kv=config.schedule.recompute_kv_cache_after_weight_updates,
-            timeout_s=config.refit.timeout_s,
-            agree=agreement_over(self.control),
-        )
-        stack.callback(refit.close)
-        return refit  # type: ignore[no-any-return]
-
-    def _probed(self, refit: Refit, policy: Any, actors: RunActors | None, task: TaskSpec) -> Refit:
-        if not self.config.refit.probe:
-            return refit
-        prompts = [p.token_ids for p in task.validation_prompts(limit=self.config.refit.probe_sequences)]
-        sampling = SamplingSettings(
-            temperature=0.0,
-            max_new_tokens=self.derived.validation_max_new_tokens,
-        )
-
-        def make_sequences() -> list[list[int]]:
-            """The prompts with the first published weights' own greedy answers: tokens that a rollout would have."""
-            assert actors is not None, "only rank 0 asks the engines"
-            answers = actors.engines.generate_many(
-                prompts, sampling=sampling, seeds=range(len(prompts)), deadline_s=GENERATION_TIMEOUT_S
-            )
-            # Scoring asks for one further token, for which a sequence as long as the engine's context has no room.
-            longest = self.derived.max_model_len - 1
-            return [[*p, *a.token_ids][:longest] for p, a in zip(prompts, answers, strict=True)]
-
-        return ProbedRefit(
-            refit=refit,
-            policy=policy,
-            engines=actors.engines if actors else None,
-            make_sequences=make_sequences,
-            tolerance_nats=self.config.refit.probe_tolerance_nats,
-            pad_token_id=task.pad_token_id,
-            deadline_s=GENERATION_TIMEOUT_S,
-            on_rank_zero=self.rank_zero.run,
-        )
-
-    def _groups(self, actors: RunActors | None) -> GroupSource:
-        source = RayGroupSource(
-            rank_zero=self.rank_zero,
-            supervisor=actors.supervisor if actors else None,
-            replay=actors.replay if actors else None,
-            groups_timeout_s=self.config.cluster.groups_timeout_s,
-        )
-        if self.config.telemetry.record_trajectories:
-            return RecordedGroups(
-                source=source,
-                path=self.directory.path / "trajectories.jsonl",
-                on_rank_zero=self.rank_zero.run,
-            )
-        return source
-
-    def _validator(self, actors: RunActors | None, task: TaskSpec) -> EngineValidator:
-        config = self.config
-        reward = config.reward.spec(target=task.reward.target, kwargs=task.reward.kwargs)
-        scorer = resolve(reward.pop("_target_"))(**reward)
-        return EngineValidator(
-            engines=actors.engines if actors else None,
-            prompts=task.validation_prompts(limit=config.validation.max_samples),
-            scorer=scorer,
-            sampling=validation_sampling(config, self.derived),
-            expected_version=self.derived.schedule.version_at,
-            seed=config.validation.seed,
-            deadline_s=GENERATION_TIMEOUT_S,
-            on_rank_zero=self.rank_zero.run,
-        )
-
-    def _advantage(self) -> Any:
-        loss = self.config.loss
-        penalty = loss.reference_policy_kl_penalty if loss.use_kl_in_reward else 0.0
-        return build(
-            self.config.advantage, reward_kl_penalty=penalty, reward_kl_type=loss.reference_policy_kl_type
-        )
-
-    def _telemetry(self, stack: contextlib.ExitStack) -> Telemetry:
-        config = self.config
-        if self.runtime.rank != 0:
-            return NullTelemetry()
-        display = ProgressDisplay(
-            self.terminal,
-            run_name=config.run.name,
-            max_num_steps=config.run.max_num_steps,
-            live={"auto": None, "live": True, "plain": False}[config.telemetry.display],
-        )
-        telemetry = build_telemetry(
-            self.directory,
-            max_num_steps=config.run.max_num_steps,
-            num_trainer_ranks=self.runtime.world_size,
-            tensorboard=config.telemetry.tensorboard,
-            displays=[display],
-        )
-        stack.callback(telemetry.close)
-        return telemetry
-
-    def _identity(self) -> dict[str, str]:
-        """What a checkpoint must agree on with the run that continues from it."""
-        config, facts = self.config, self.derived.policy_model
-        return {
-            "run.seed": str(config.run.seed),
-            "data": str(sorted(config.data.model_dump().items())),
-            "policy.model": f"{facts.architecture}/{facts.num_layers}x{facts.hidden_size}/{facts.vocab_size}",
-        }
-
-    def _loop_settings(self, task: TaskSpec) -> LoopSettings:
-        config = self.config
-        algorithm = config.algorithm
-        return LoopSettings(
-            max_num_steps=config.run.max_num_steps,
-            seed=config.run.seed,
-            num_prompts_per_step=algorithm.num_prompts_per_step,
-            num_generations_per_prompt=algorithm.num_generations_per_prompt,
-            ppo_epochs=algorithm.ppo_epochs,
-            train_global_batch_size=algorithm.train_global_batch_size,
-            shuffle_minibatches=algorithm.shuffle_minibatches,
-            pad_token_id=task.pad_token_id,
-            seq_logprob_error_threshold=algorithm.seq_logprob_error_threshold,
-            overlong_filtering=algorithm.overlong_filtering,
-            use_reference=self.derived.needs_reference,
-            validation_period=config.validation.period,
-            validate_at_start=config.validation.at_start,
-            validate_at_end=config.validation.at_end,
-            checkpoint_period=config.checkpoint.period,
-        )
 
     def _judge(self) -> bool:
         """Evaluate the gates, print them, keep them beside the metrics."""
