@@ -116,7 +116,11 @@ def _template(name: str, trained: TrainedModel, *, loading: bool) -> dict[str, A
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": trained.parallel.data,
     }
-    module = trained.gpt.sharded_state_dict(metadata=metadata)
+    # Layers are saved under their numbers in the whole model, so chunks share one name space.
+    module = {
+        f"chunk{index}": chunk.sharded_state_dict(metadata=metadata)
+        for index, chunk in enumerate(trained.chunks)
+    }
     optimizer = trained.optimizer.sharded_state_dict(module, is_loading=loading, metadata=metadata)
     state = {"module": module, "optimizer": optimizer}
     add_prefix_for_sharding(state, f"{name}.")
@@ -124,7 +128,8 @@ def _template(name: str, trained: TrainedModel, *, loading: bool) -> dict[str, A
 
 
 def _restore(loaded: Mapping[str, Any], trained: TrainedModel) -> None:
-    trained.gpt.load_state_dict(loaded["module"])
+    for index, chunk in enumerate(trained.chunks):
+        chunk.load_state_dict(loaded["module"][f"chunk{index}"])
     with contextlib.ExitStack() as stack:
         for chained in trained.optimizer.chained_optimizers:
             stack.enter_context(_keeping_adam_step(chained))

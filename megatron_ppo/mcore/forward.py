@@ -28,6 +28,7 @@ from torch import Tensor
 from megatron_ppo.data.batch import TrainBatch
 from megatron_ppo.mcore import platform
 from megatron_ppo.mcore.parallel import ParallelContext
+from megatron_ppo.mcore.schedule import fewest_microbatches, largest_microbatch, microbatch_group_size
 
 # (model output, microbatch) -> (share of the minibatch loss, what the caller wants to know)
 TrainingLoss = Callable[[Tensor, TrainBatch], tuple[Tensor, Any]]
@@ -52,8 +53,11 @@ def split_microbatches(
     batch: TrainBatch, size: int, parallel: ParallelContext, *, pad_token_id: int
 ) -> list[TrainBatch]:
     """At most `size` sequences each, on the model's device, trimmed and padded to a length that the layout
-    can cut.
+    can cut; fewer where an interleaved pipeline needs more microbatches.
+
+    Raises: ValueError for fewer sequences than an interleaved pipeline has stages.
     """
+    size = largest_microbatch(len(batch), wanted=size, stages=parallel.pp_size, chunks=parallel.virtual_size)
     parts = torch.arange(len(batch)).split(size)
     multiple = parallel.tp_size if parallel.sequence_parallel else 1
     return [
@@ -84,7 +88,7 @@ def _to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
 
 
 def training_pass(
-    module: torch.nn.Module,
+    modules: Sequence[torch.nn.Module],
     config: Any,
     parallel: ParallelContext,
     microbatches: Sequence[TrainBatch],
@@ -101,12 +105,12 @@ def training_pass(
         # A new tensor: the schedule divides what it gets in place.
         return share * scale, report
 
-    return _run_schedule(module, config, parallel, microbatches, scaled_loss, forward_only=False)
+    return _run_schedule(modules, config, parallel, microbatches, scaled_loss, forward_only=False)
 
 
 @torch.no_grad()
 def token_pass(
-    module: torch.nn.Module,
+    modules: Sequence[torch.nn.Module],
     config: Any,
     parallel: ParallelContext,
     batch: TrainBatch,
@@ -120,7 +124,10 @@ def token_pass(
     Each data-parallel rank computes its share; shares are gathered over the data group and sent from the
     last pipeline stage to the others.
     """
-    share_size = -(-len(batch) // parallel.dp_size)
+    share_size = max(
+        -(-len(batch) // parallel.dp_size),
+        fewest_microbatches(stages=parallel.pp_size, chunks=parallel.virtual_size),
+    )
     # A batch that does not divide (a probe) is filled up with copies of its last sequence; their results are
     # cut off.
     rows = torch.arange(parallel.dp_rank * share_size, (parallel.dp_rank + 1) * share_size).clamp(
@@ -133,7 +140,7 @@ def token_pass(
     def collect(microbatch: TrainBatch, output: Tensor, non_loss_data: bool = False) -> Tensor:
         return torch.where(microbatch.response_mask_BT, function(output, microbatch), 0.0)
 
-    parts = _run_schedule(module, config, parallel, microbatches, collect, forward_only=True)
+    parts = _run_schedule(modules, config, parallel, microbatches, collect, forward_only=True)
     width = batch.token_ids_BT.shape[1]
     shape = (share_size * parallel.dp_size, width)
     result_BT = torch.empty(shape, dtype=torch.float32, device=parallel.device)
@@ -153,7 +160,7 @@ def _fit_width(part_BT: Tensor, width: int) -> Tensor:
 
 
 def _run_schedule(
-    module: torch.nn.Module,
+    modules: Sequence[torch.nn.Module],
     config: Any,
     parallel: ParallelContext,
     microbatches: Sequence[TrainBatch],
@@ -173,11 +180,17 @@ def _run_schedule(
     groups: dict[str, Any] = {"pg_collection": parallel.process_groups()}
     if parallel.pp_size > 1:
         groups["p2p_communicator"] = P2PCommunicator(pp_group=parallel.pipeline, config=config)
+    if parallel.virtual_size > 1:
+        config.microbatch_group_size_per_vp_stage = microbatch_group_size(
+            len(microbatches), stages=parallel.pp_size
+        )
     first = microbatches[0]
-    return platform.forward_backward_function(parallel.pp_size)(
+    # Every chunk of an interleaved stage sees all microbatches.
+    iterators = [iter(microbatches) for _ in modules]
+    return platform.forward_backward_function(parallel.pp_size, parallel.virtual_size)(
         forward_step_func=forward_step,
-        data_iterator=iter(microbatches),
-        model=[module],
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        model=list(modules),
         num_microbatches=len(microbatches),
         # Only read when lengths are fixed; ours travel with each microbatch.
         seq_length=first.token_ids_BT.shape[1],

@@ -64,10 +64,15 @@ class HFModelConfig:
         return -(-self.vocab_size // tensor_model_parallel_size) * tensor_model_parallel_size
 
     def check_parallelism(
-        self, *, tensor_model_parallel_size: int, pipeline_model_parallel_size: int
+        self,
+        *,
+        tensor_model_parallel_size: int,
+        pipeline_model_parallel_size: int,
+        virtual_pipeline_model_parallel_size: int = 1,
     ) -> None:
         """Raises: ConfigError if the model cannot be cut this way."""
         tp, pp = tensor_model_parallel_size, pipeline_model_parallel_size
+        virtual = virtual_pipeline_model_parallel_size
         for name, value in (
             ("num_attention_heads", self.num_heads),
             ("num_key_value_heads", self.num_kv_heads),
@@ -80,6 +85,12 @@ class HFModelConfig:
         if self.num_layers % pp:
             raise ConfigError(
                 f"parallelism.pipeline_model_parallel_size={pp} does not divide the model's "
+                f"num_hidden_layers={self.num_layers}"
+            )
+        if self.num_layers % (pp * virtual):
+            raise ConfigError(
+                f"parallelism: pipeline_model_parallel_size={pp} x "
+                f"virtual_pipeline_model_parallel_size={virtual} does not divide the model's "
                 f"num_hidden_layers={self.num_layers}"
             )
         if self.vocab_size <= (tp - 1) * (self.padded_vocab_size(tp) // tp):

@@ -140,6 +140,11 @@ def transformer_config(
         attention_softmax_in_fp32=True,
         tensor_model_parallel_size=parallel.tp_size,
         pipeline_model_parallel_size=parallel.pp_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_size if parallel.virtual_size > 1 else None,
+        # Megatron needs it to interleave with two stages: in a batch of sends and receives, messages to the next
+        # and to the previous stage, which are the same rank then, would be taken for each other.
+        overlap_p2p_comm=parallel.virtual_size > 1,
+        batch_p2p_comm=parallel.virtual_size == 1,
         sequence_parallel=parallel.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -168,8 +173,26 @@ def transformer_config(
 
 def build_model(
     model: HFModelConfig, config: TransformerConfig, parallel: ParallelContext, *, value_head: bool
+) -> tuple[GPTModel, ...]:
+    """This rank's chunks of the model, on its device, uninitialised except for the value head (zero).
+
+    One chunk, or `parallel.virtual_size` of them; the first embeds tokens on the first stage, the last has the head on
+    the last stage.
+    """
+    return tuple(
+        _build_chunk(model, config, parallel, chunk, value_head=value_head)
+        for chunk in range(parallel.virtual_size)
+    )
+
+
+def _build_chunk(
+    model: HFModelConfig,
+    config: TransformerConfig,
+    parallel: ParallelContext,
+    chunk: int,
+    *,
+    value_head: bool,
 ) -> GPTModel:
-    """This rank's part of the model, on its device, uninitialised except for the value head (zero)."""
     groups = parallel.process_groups()
     spec = get_gpt_layer_local_spec(qk_layernorm=model.qk_norm, normalization="RMSNorm")
     layer = spec.submodules
@@ -178,22 +201,25 @@ def build_model(
     attention.core_attention = SDPACoreAttention
     if model.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    layers = get_num_layers_to_build(config, pp_rank=parallel.pp_rank)
+    is_last = parallel.is_last_stage and chunk == parallel.virtual_size - 1
+    stage = chunk if parallel.virtual_size > 1 else None
+    layers = get_num_layers_to_build(config, vp_stage=stage, pp_rank=parallel.pp_rank)
     gpt = GPTModel(
         config,
         TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm),
         vocab_size=model.padded_vocab_size(parallel.tp_size),
         max_sequence_length=model.max_position_embeddings,
-        pre_process=parallel.is_first_stage,
-        post_process=parallel.is_last_stage,
+        pre_process=parallel.is_first_stage and chunk == 0,
+        post_process=is_last,
         parallel_output=True,
         share_embeddings_and_output_weights=model.tied and not value_head,
         position_embedding_type="rope",
         rotary_base=model.rope_theta,
         pg_collection=groups,
+        vp_stage=stage,
     )
     gpt.rotary_pos_emb.inv_freq = rope_inverse_frequencies(model)
-    if value_head and parallel.is_last_stage:
+    if value_head and is_last:
         gpt.output_layer = ValueHead(config, parallel.tensor)
     return gpt.to(parallel.device)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,9 +44,9 @@ class ReleasableDDP(DistributedDataParallel):
 
 
 def wrap_data_parallel(
-    module: torch.nn.Module, config: TransformerConfig, parallel: ParallelContext
-) -> DistributedDataParallel:
-    """Megatron's DDP: one parameter buffer; gradients are reduced in float32, once per optimizer step."""
+    modules: Sequence[torch.nn.Module], config: TransformerConfig, parallel: ParallelContext
+) -> tuple[DistributedDataParallel, ...]:
+    """Megatron's DDP around each chunk of the model; gradients are reduced in float32, once per optimizer step."""
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
@@ -55,11 +55,16 @@ def wrap_data_parallel(
         average_in_collective=False,
         check_for_nan_in_grad=False,
     )
-    return ReleasableDDP(config, settings, module, pg_collection=parallel.process_groups())
+    groups = parallel.process_groups()
+    # Chunks after the first are reduced while others still compute, so one bucket each is enough.
+    return tuple(
+        ReleasableDDP(config, settings, module, disable_bucketing=index > 0, pg_collection=groups)
+        for index, module in enumerate(modules)
+    )
 
 
 def build_optimizer(
-    module: DistributedDataParallel,
+    modules: Sequence[DistributedDataParallel],
     settings: OptimizerSettings,
     parallel: ParallelContext,
     *,
@@ -81,7 +86,7 @@ def build_optimizer(
         use_distributed_optimizer=True,
     )
     optimizer = get_megatron_optimizer(
-        config, [module], use_gloo_process_groups=False, pg_collection=parallel.process_groups()
+        config, list(modules), use_gloo_process_groups=False, pg_collection=parallel.process_groups()
     )
     for chained in optimizer.chained_optimizers:
         initialise_adam_state(chained.optimizer)

@@ -140,6 +140,7 @@ class ParallelContext:
         alone: a group of only this rank, for the kinds of parallelism that are not in use.
         sequence_parallel: activations outside attention and MLP are cut along the sequence over the tensor
         group.
+        virtual_size: model chunks per pipeline stage; 1 = each stage holds consecutive layers.
     """
 
     tensor: dist.ProcessGroup
@@ -151,6 +152,7 @@ class ParallelContext:
     alone: dist.ProcessGroup
     sequence_parallel: bool
     device: torch.device
+    virtual_size: int = 1
 
     @classmethod
     def create(
@@ -169,8 +171,8 @@ class ParallelContext:
         Raises: ConfigError for a layout that does not fit the world or is not supported.
         """
         tp, pp, world = tensor_model_parallel_size, pipeline_model_parallel_size, dist.get_world_size()
+        virtual = virtual_pipeline_model_parallel_size or 1
         _refuse_unsupported(
-            virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size or 1,
             context_parallel_size=context_parallel_size,
             expert_model_parallel_size=expert_model_parallel_size,
         )
@@ -182,6 +184,11 @@ class ParallelContext:
         if sequence_parallel and tp == 1:
             raise ConfigError(
                 "parallelism.sequence_parallel=true needs tensor_model_parallel_size > 1, got 1"
+            )
+        if virtual > 1 and pp == 1:
+            raise ConfigError(
+                f"parallelism.virtual_pipeline_model_parallel_size={virtual} needs "
+                "pipeline_model_parallel_size > 1, got 1: chunks of one stage would follow one another anyway"
             )
         _allow_sequence_parallelism()
         layout = RankLayout(tensor=tp, data=world // (tp * pp), pipeline=pp)
@@ -199,7 +206,11 @@ class ParallelContext:
         }
         embedding = new_group(layout.embedding_groups())
         return cls(
-            **required, embedding=embedding, sequence_parallel=sequence_parallel, device=platform.device()
+            **required,
+            embedding=embedding,
+            sequence_parallel=sequence_parallel,
+            device=platform.device(),
+            virtual_size=virtual,
         )
 
     @property
@@ -241,6 +252,13 @@ class ParallelContext:
     def is_last_stage(self) -> bool:
         """Whether this rank sees logits or values."""
         return self.pp_rank == self.pp_size - 1
+
+    def stage_of_layer(self, layer: int, num_layers: int) -> int:
+        """The pipeline stage that holds `layer` of a model of `num_layers`.
+
+        Chunks take turns: with 8 layers, 2 stages and 2 chunks each, stage 0 holds 0, 1, 4, 5 and stage 1 the rest.
+        """
+        return layer // (num_layers // (self.pp_size * self.virtual_size)) % self.pp_size
 
     def stage_ranks(self) -> list[int]:
         """Global ranks of this rank's pipeline, first stage first."""

@@ -234,14 +234,19 @@ def _patch_megatron_rng() -> None:
     )
 
 
-def forward_backward_function(pipeline_model_parallel_size: int) -> Callable[..., list[Any]]:
-    """Megatron's schedule for this pipeline depth, without asking `parallel_state` (unused here).
+def forward_backward_function(
+    pipeline_model_parallel_size: int, virtual_pipeline_model_parallel_size: int = 1
+) -> Callable[..., list[Any]]:
+    """Megatron's schedule for this pipeline, interleaved with more than one chunk per stage.
 
-    The sizes are arguments of `get_forward_backward_func` in 0.16.x and 0.19.x alike.
+    It does not ask `parallel_state` (unused here). The sizes are arguments of `get_forward_backward_func` in 0.16.x
+    and 0.19.x alike.
     """
     schedules: Any = import_module("megatron.core.pipeline_parallel.schedules")
     schedule: Callable[..., list[Any]] = schedules.get_forward_backward_func(
-        pp_size=pipeline_model_parallel_size, vp_size=None
+        pp_size=pipeline_model_parallel_size,
+        # None, not 1: any number would choose the interleaved schedule.
+        vp_size=virtual_pipeline_model_parallel_size if virtual_pipeline_model_parallel_size > 1 else None,
     )
     return schedule
 

@@ -91,7 +91,7 @@ class MegatronPolicy:
         """float32 [B, T] nats with the current weights; 0 outside the response mask. The same on every
         rank.
         """
-        return self._score(batch, self.trained.module, temperature)
+        return self._score(batch, self.trained.modules, temperature)
 
     def reference_logprobs(self, batch: TrainBatch) -> Tensor:
         """The same with the frozen initial weights. Raises: ConfigError without reference=True."""
@@ -115,13 +115,15 @@ class MegatronPolicy:
         """Collective over all ranks: gathers one tensor at a time. What it yields is the same on every
         rank.
         """
-        return export_hf_weights(self.trained.gpt, self.trained.weight_map)
+        return export_hf_weights(self.trained.chunks, self.trained.weight_map)
 
     def parameters_hash(self) -> str:
         """Changes if and only if a parameter does; the same on every rank."""
         return self.trained.parameters_hash()
 
-    def _score(self, batch: TrainBatch, module: torch.nn.Module, temperature: float | None) -> Tensor:
+    def _score(
+        self, batch: TrainBatch, modules: Sequence[torch.nn.Module], temperature: float | None
+    ) -> Tensor:
         used = self._temperature if temperature is None else temperature
         if not used > 0.0:
             raise ValueError(f"temperature must be > 0, got {used}")
@@ -129,7 +131,7 @@ class MegatronPolicy:
         def score(output_BTV: Tensor, microbatch: TrainBatch) -> Tensor:
             return self._logprobs(self._logits(output_BTV, used), microbatch)
 
-        return self.trained.tokens(batch, score, module)
+        return self.trained.tokens(batch, score, modules)
 
     def _logits(self, output_BTV: Tensor, temperature: float) -> Tensor:
         """float32, without the padded end of the vocabulary, temperature applied."""

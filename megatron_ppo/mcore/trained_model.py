@@ -31,7 +31,7 @@ from megatron_ppo.mcore import forward, model, optimizer
 from megatron_ppo.mcore.hf_config import HFModelConfig, read_hf_config
 from megatron_ppo.mcore.parallel import ParallelContext
 from megatron_ppo.mcore.settings import OptimizerSettings, Precision, SchedulerSettings
-from megatron_ppo.mcore.weights import WeightMap, load_hf_weights
+from megatron_ppo.mcore.weights import WeightMap, load_hf_weights, named_parameters
 from megatron_ppo.numerics.loss_output import LossCounts, LossOutput
 from megatron_ppo.numerics.reduce import MetricPart, combine, finalise, over_minibatches
 from megatron_ppo.protocol.errors import ConfigError, NonFiniteError
@@ -71,7 +71,8 @@ class TrainedModel:
     """A Megatron GPT model with DDP, the distributed optimizer and its scheduler.
 
     Attributes:
-        gpt: the bare model; parameters are views of DDP's buffer.   module: what the schedule calls.
+        chunks: the bare model, in `parallel.virtual_size` chunks; parameters are views of DDP's buffers.
+        modules: the same, wrapped as the schedule calls them.
         optimizer, scheduler: Megatron's; saved and loaded by `mcore.checkpoint`.
     """
 
@@ -86,6 +87,7 @@ class TrainedModel:
         self.model.check_parallelism(
             tensor_model_parallel_size=self.parallel.tp_size,
             pipeline_model_parallel_size=self.parallel.pp_size,
+            virtual_pipeline_model_parallel_size=self.parallel.virtual_size,
         )
         self.dtype = _DTYPES[settings.precision]
         # Dropout is 0, so these generators never draw; Megatron asks for their existence.
@@ -93,44 +95,46 @@ class TrainedModel:
             settings.seed, tp_rank=self.parallel.tp_rank, ep_rank=0, etp_rank=0, force_reset_rng=True
         )
         self.config = model.transformer_config(self.model, self.parallel, dtype=self.dtype)
-        self.gpt = self._build()
-        self.module = optimizer.wrap_data_parallel(
-            _with_precision(self.gpt, self), self.config, self.parallel
+        self.chunks = self._build()
+        self.modules = optimizer.wrap_data_parallel(
+            [_with_precision(chunk, self) for chunk in self.chunks], self.config, self.parallel
         )
         self.optimizer = optimizer.build_optimizer(
-            self.module, settings.optimizer, self.parallel, dtype=self.dtype
+            self.modules, settings.optimizer, self.parallel, dtype=self.dtype
         )
         self.scheduler = optimizer.build_scheduler(self.optimizer, settings.scheduler, settings.optimizer)
         # Without these two neither the gradient reductions nor a loss scale would happen.
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
 
-    def _build(self) -> Any:
-        gpt = model.build_model(self.model, self.config, self.parallel, value_head=self.settings.value_head)
-        load_hf_weights(gpt, self.weight_map, self.settings.folder)
-        return gpt
+    def _build(self) -> tuple[Any, ...]:
+        chunks = model.build_model(
+            self.model, self.config, self.parallel, value_head=self.settings.value_head
+        )
+        load_hf_weights(chunks, self.weight_map, self.settings.folder)
+        return chunks
 
-    def frozen_copy(self) -> torch.nn.Module:
-        """A second model with the folder's weights and no gradients (the reference policy)."""
-        gpt = self._build()
-        for parameter in gpt.parameters():
-            parameter.requires_grad_(False)
-        return _with_precision(gpt, self)
+    def frozen_copy(self) -> tuple[torch.nn.Module, ...]:
+        """A second model with the folder's weights and no gradients (the reference policy), as `modules`."""
+        chunks = self._build()
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+        return tuple(_with_precision(chunk, self) for chunk in chunks)
 
     @property
     def weight_map(self) -> WeightMap:
         """How this rank's parameters correspond to Hugging Face tensors."""
-        layers_per_stage = self.model.num_layers // self.parallel.pp_size
-        return WeightMap(
-            model=self.model, parallel=self.parallel, first_layer=self.parallel.pp_rank * layers_per_stage
-        )
+        return WeightMap(model=self.model, parallel=self.parallel)
 
     def tokens(
-        self, batch: TrainBatch, function: forward.TokenFunction, module: torch.nn.Module | None = None
+        self,
+        batch: TrainBatch,
+        function: forward.TokenFunction,
+        modules: Sequence[torch.nn.Module] | None = None,
     ) -> Tensor:
         """float32 [B, T] on the CPU, the same on every rank; see `forward.token_pass`."""
         return forward.token_pass(
-            self.module if module is None else module,
+            self.modules if modules is None else modules,
             self.config,
             self.parallel,
             batch,
@@ -173,7 +177,7 @@ class TrainedModel:
             # A finite sum of shares is not promised to have a finite gradient; the norm is checked as well.
             return result.loss, _Report(metrics=result.metrics, bad_ordinals=ordinals)
 
-        reports = forward.training_pass(self.module, self.config, self.parallel, microbatches, share)
+        reports = forward.training_pass(self.modules, self.config, self.parallel, microbatches, share)
         self._raise_if_loss_is_bad(reports)
         norm = self._apply(minibatch)
         metrics = self._reduce([report.metrics for report in reports])
@@ -185,7 +189,8 @@ class TrainedModel:
     def _zero_gradients(self) -> None:
         # Both: the first clears the reduction buffer, the second drops `.grad` aliases that would be added
         # again.
-        self.module.zero_grad_buffer()
+        for module in self.modules:
+            module.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def _raise_if_loss_is_bad(self, reports: Sequence[_Report]) -> None:
@@ -247,7 +252,7 @@ class TrainedModel:
         """
         sums = [
             (name, int(_bits(parameter.detach()).sum(dtype=torch.int64)))
-            for name, parameter in self.gpt.named_parameters()
+            for name, parameter in named_parameters(self.chunks)
         ]
         gathered: list[Any] = [None] * self.parallel.model.size()
         dist.all_gather_object(gathered, sums, group=self.parallel.model)

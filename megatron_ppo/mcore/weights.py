@@ -1,7 +1,8 @@
 """Hugging Face safetensors to Megatron shards and back, one tensor at a time.
 
 A `WeightMap` says for each of this rank's parameters which Hugging Face tensors it is made of and how it is
-cut over the tensor group. Loading reads only this rank's rows or columns; exporting gathers one parameter at
+cut over the tensor group. Parameters go by the names of the whole model, whatever stage and chunk they are in
+(see `named_parameters`). Loading reads only this rank's rows or columns; exporting gathers one parameter at
 a time and splits it into full Hugging Face tensors. Round trips are bit-exact.
 
 Layout of the fused parameters (Megatron's local layer spec):
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +97,6 @@ class WeightMap:
 
     model: HFModelConfig
     parallel: ParallelContext
-    first_layer: int
 
     def load(self, name: str, source: HFWeights) -> Tensor:
         """This rank's shard of the parameter `name`, in the file's dtype. Raises: ConfigError for an unknown
@@ -105,7 +105,7 @@ class WeightMap:
         layer = _LAYER.fullmatch(name)
         if layer is None:
             return self._load_outer(name, source)
-        prefix, kind = f"model.layers.{self.first_layer + int(layer[1])}.", layer[2]
+        prefix, kind = f"model.layers.{layer[1]}.", layer[2]
         if kind in _PLAIN:
             return source.read(prefix + _PLAIN[kind])
         if kind in _BY_COLUMNS:
@@ -163,13 +163,27 @@ class WeightMap:
         return fused.reshape(-1, *fused.shape[2:])
 
 
-def load_hf_weights(module: torch.nn.Module, weight_map: WeightMap, folder: str | Path) -> None:
-    """Fill every parameter of `module`, a value head only where the folder has one. Reads one tensor at a time.
+def named_parameters(chunks: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters of this rank's model chunks; layers are numbered as in the whole model, from 0."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            layer = _LAYER.fullmatch(name)
+            if layer is not None:
+                # Megatron counts the whole model's layers from 1.
+                index = chunk.decoder.layers[int(layer[1])].layer_number - 1
+                name = f"decoder.layers.{index}.{layer[2]}"
+            yield name, parameter
+
+
+def load_hf_weights(chunks: Sequence[Any], weight_map: WeightMap, folder: str | Path) -> None:
+    """Fill every parameter of the model chunks, a value head only where the folder has one.
+
+    Reads one tensor at a time.
 
     Raises: ConfigError if the folder lacks a tensor or has one of another shape.
     """
     with HFWeights(folder) as source, torch.no_grad():
-        for name, parameter in module.named_parameters():
+        for name, parameter in named_parameters(chunks):
             if _is_value_head(name, parameter):
                 if weight_map.model.has_value_head:
                     _load_value_head(name.rsplit(".", 1)[1], parameter, source)
@@ -279,21 +293,21 @@ def hf_weight_metadata(model: HFModelConfig, dtype: torch.dtype) -> tuple[Tensor
     )
 
 
-def export_hf_weights(module: torch.nn.Module, weight_map: WeightMap) -> Iterator[Tensor]:
+def export_hf_weights(chunks: Sequence[Any], weight_map: WeightMap) -> Iterator[Tensor]:
     """Full Hugging Face tensors, the same on every rank, in the order of `hf_weight_metadata`.
 
     Collective over all ranks of the model: each parameter is gathered over its stage's tensor group, then
     sent to the other pipeline stages. At most one parameter is held in full. What needs no gathering is yielded
     as a view of the parameter, which the next update changes.
     """
-    parameters = {name: p.detach() for name, p in module.named_parameters()}
+    parameters = {name: p.detach() for name, p in named_parameters(chunks)}
+    dtype = next(iter(parameters.values())).dtype
     parallel, model = weight_map.parallel, weight_map.model
-    layers_per_stage = model.num_layers // parallel.pp_size
     for piece in _pieces(model):
         name, stage = piece.parameter, 0
         if piece.layer is not None:
-            stage = piece.layer // layers_per_stage
-            name = f"decoder.layers.{piece.layer - weight_map.first_layer}.{piece.parameter}"
+            stage = parallel.stage_of_layer(piece.layer, model.num_layers)
+            name = f"decoder.layers.{piece.layer}.{piece.parameter}"
         elif piece.layout == "whole" or piece.parameter == "output_layer.weight":
             stage = parallel.pp_size - 1
         full: list[Tensor] = []
@@ -301,7 +315,7 @@ def export_hf_weights(module: torch.nn.Module, weight_map: WeightMap) -> Iterato
             shards = _gather(parameters[name], parallel, whole=piece.layout == "whole")
             full = _split(shards, piece, model)
         for index, (_, shape) in enumerate(piece.outputs):
-            yield _from_stage(full[index] if full else None, shape, stage, weight_map, module)
+            yield _from_stage(full[index] if full else None, shape, stage, parallel, dtype)
 
 
 def _gather(shard: Tensor, parallel: ParallelContext, *, whole: bool) -> list[Tensor]:
@@ -335,14 +349,16 @@ def _joined(shards: list[Tensor], dim: int = 0) -> Tensor:
 
 
 def _from_stage(
-    tensor: Tensor | None, shape: tuple[int, ...], stage: int, weight_map: WeightMap, module: torch.nn.Module
+    tensor: Tensor | None,
+    shape: tuple[int, ...],
+    stage: int,
+    parallel: ParallelContext,
+    dtype: torch.dtype,
 ) -> Tensor:
-    parallel = weight_map.parallel
     if parallel.pp_size == 1:
         assert tensor is not None
         return tensor.contiguous()
     if tensor is None:
-        dtype = next(module.parameters()).dtype
         tensor = torch.empty(shape, dtype=dtype, device=parallel.device)
     tensor = tensor.contiguous()
     dist.broadcast(tensor, src=parallel.stage_ranks()[stage], group=parallel.pipeline)

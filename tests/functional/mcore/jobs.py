@@ -50,6 +50,7 @@ LLAMA3_ROPE = {
 }
 MODEL_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
+    "qwen2_deep": ("Qwen2", {"tie_word_embeddings": False, "num_hidden_layers": 4}),
     "qwen2_tied": ("Qwen2", {"tie_word_embeddings": True}),
     # 61 is odd: the vocabulary is padded for two ranks.
     "qwen2_odd_vocab": ("Qwen2", {"tie_word_embeddings": False, "vocab_size": 61}),
@@ -150,7 +151,7 @@ def full_parameters(model: MegatronPolicy | MegatronCritic) -> dict[str, Tensor]
     metadata = hf_weight_metadata(weight_map.model, trained.dtype)
     return {
         meta.name: tensor.clone()
-        for meta, tensor in zip(metadata, export_hf_weights(trained.gpt, weight_map), strict=True)
+        for meta, tensor in zip(metadata, export_hf_weights(trained.chunks, weight_map), strict=True)
     }
 
 
@@ -203,7 +204,8 @@ def logit_difference(*, folder: str, layout: Layout) -> float:
         position_ids = torch.arange(64).expand_as(token_ids)
         reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         with torch.no_grad():
-            part = policy.trained.gpt(input_ids=token_ids, position_ids=position_ids, attention_mask=None)
+            (model,) = policy.trained.chunks
+            part = model(input_ids=token_ids, position_ids=position_ids, attention_mask=None)
             mine = gather_from_tensor_model_parallel_region(part, group=parallel.tensor)
             theirs = reference(token_ids).logits
         return float((mine[..., : theirs.shape[-1]] - theirs).abs().max())

@@ -181,7 +181,7 @@ def test_bf16_trains_close_to_fp32(
         ({"expert_model_parallel_size": 2}, ("expert_model_parallel_size=2", "not supported yet")),
         (
             {"virtual_pipeline_model_parallel_size": 2},
-            ("virtual_pipeline_model_parallel_size=2", "not supported"),
+            ("virtual_pipeline_model_parallel_size=2", "pipeline_model_parallel_size > 1, got 1"),
         ),
     ],
 )
