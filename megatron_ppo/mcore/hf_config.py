@@ -4,6 +4,9 @@ Pure standard library, so a model that cannot be mapped is refused before torch 
 Invariant: a config that this module accepts is mapped completely; a feature that would change the numbers
 and is not mapped (sliding windows, other RoPE scalings, biases in places without one) is an error that names
 the key.
+
+Families differ in three facts (biases of q, k and v; norms of q and k; experts), so a family is one row of
+`_FAMILIES`; docs/models.md says what else a new one needs.
 """
 
 from __future__ import annotations
@@ -15,7 +18,23 @@ from pathlib import Path
 
 from megatron_ppo.protocol.errors import ConfigError
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Family:
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: bool = False
+    # What a missing head_dim means; None is hidden_size / num_attention_heads.
+    default_head_dim: int | None = None
+
+
+_FAMILIES = {
+    "Llama": _Family(),
+    "Qwen2": _Family(qkv_bias=True),
+    "Qwen3": _Family(qk_norm=True, default_head_dim=128),
+    "Qwen3Moe": _Family(qk_norm=True, experts=True),
+}
+SUPPORTED_ARCHITECTURES = tuple(f"{name}ForCausalLM" for name in _FAMILIES)
 # Reward and value models: the same backbones, whose head `score` has one output. For the critic only.
 VALUE_HEAD_SUFFIXES = ("ForTokenClassification", "ForSequenceClassification")
 
@@ -33,11 +52,30 @@ class Llama3RopeScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """The mixture-of-experts layers of a model.
+
+    Attributes:
+        experts_per_token: how many of `num_experts` a token is sent to.
+        ffn_hidden_size: width of one expert.
+        normalised: the chosen experts' router probabilities are scaled up to a sum of 1.
+        layers: which layers have experts; the others have a dense MLP.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    ffn_hidden_size: int
+    normalised: bool
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HFModelConfig:
     """What a decoder-only model is made of, in the names of Hugging Face's config.json.
 
     Attributes:
         architecture: of the language model, also where the folder holds a reward or value model of that family.
+        ffn_hidden_size: of dense layers.   experts: None for a dense model.
         has_value_head: whether the folder holds a trained scalar head (`score`) instead of a language-model head.
     """
 
@@ -56,6 +94,7 @@ class HFModelConfig:
     qk_norm: bool
     rope_theta: float
     rope_scaling: Llama3RopeScaling | None
+    experts: ExpertsConfig | None = None
     # Of the folder, not of the model: a critic is the same model wherever its first weights came from.
     has_value_head: bool = field(default=False, compare=False, repr=False)
 
@@ -63,20 +102,29 @@ class HFModelConfig:
         """Rows of the trainer's embedding: the vocabulary, rounded up so that TP ranks have equal shares."""
         return -(-self.vocab_size // tensor_model_parallel_size) * tensor_model_parallel_size
 
+    @property
+    def dense_layers(self) -> bool:
+        """Whether any layer has a dense MLP."""
+        return self.experts is None or len(self.experts.layers) < self.num_layers
+
     def check_parallelism(
         self,
         *,
         tensor_model_parallel_size: int,
         pipeline_model_parallel_size: int,
         virtual_pipeline_model_parallel_size: int = 1,
+        expert_model_parallel_size: int = 1,
+        sequence_parallel: bool = False,
     ) -> None:
         """Raises: ConfigError if the model cannot be cut this way."""
         tp, pp = tensor_model_parallel_size, pipeline_model_parallel_size
         virtual = virtual_pipeline_model_parallel_size
+        self._check_experts(tp, expert_model_parallel_size, sequence_parallel)
         for name, value in (
             ("num_attention_heads", self.num_heads),
             ("num_key_value_heads", self.num_kv_heads),
-            ("intermediate_size", self.ffn_hidden_size),
+            ("intermediate_size", self.ffn_hidden_size if self.dense_layers else 0),
+            ("moe_intermediate_size", 0 if self.experts is None else self.experts.ffn_hidden_size),
         ):
             if value % tp:
                 raise ConfigError(
@@ -97,6 +145,26 @@ class HFModelConfig:
             raise ConfigError(
                 f"parallelism.tensor_model_parallel_size={tp} would leave a rank without any of the "
                 f"vocabulary's {self.vocab_size} entries"
+            )
+
+    def _check_experts(self, tp: int, ep: int, sequence_parallel: bool) -> None:
+        if self.experts is None:
+            if ep > 1:
+                raise ConfigError(
+                    f"parallelism.expert_model_parallel_size={ep} needs a model with experts; "
+                    f"{self.architecture} has none"
+                )
+            return
+        if self.experts.num_experts % ep:
+            raise ConfigError(
+                f"parallelism.expert_model_parallel_size={ep} does not divide the model's "
+                f"num_experts={self.experts.num_experts}"
+            )
+        if tp > 1 and not sequence_parallel:
+            # Megatron's dispatchers take every tensor rank's tokens as different ones.
+            raise ConfigError(
+                f"parallelism.tensor_model_parallel_size={tp} with experts needs "
+                "parallelism.sequence_parallel=true"
             )
 
 
@@ -128,6 +196,7 @@ def map_hf_config(raw: Mapping[str, object], *, source: str) -> HFModelConfig:
         )
     if architecture != named:
         _check_value_head(raw, source)
+    family = _FAMILIES[architecture.removesuffix("ForCausalLM")]
     _refuse_unmapped(raw, source)
     hidden, heads = _integer(raw, "hidden_size", source), _integer(raw, "num_attention_heads", source)
     kv_heads = _integer(raw, "num_key_value_heads", source, default=heads)
@@ -135,26 +204,64 @@ def map_hf_config(raw: Mapping[str, object], *, source: str) -> HFModelConfig:
         raise ConfigError(
             f"{source}: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
         )
-    # A missing head_dim means hidden / heads, except for Qwen3, whose class default is 128.
-    default_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden // heads
+    if raw.get("head_dim") is None and family.default_head_dim is None and hidden % heads:
+        raise ConfigError(
+            f"{source}: hidden_size={hidden} is no multiple of num_attention_heads={heads} and head_dim is missing"
+        )
+    head_dim = _integer(raw, "head_dim", source, default=family.default_head_dim or hidden // heads)
+    if head_dim % 2:
+        raise ConfigError(f"{source}: head_dim={head_dim} must be even for rotary position embeddings")
+    layers = _integer(raw, "num_hidden_layers", source)
     rope = _rope_parameters(raw, source)
     return HFModelConfig(
-        architecture=str(architecture),
+        architecture=architecture,
         vocab_size=_integer(raw, "vocab_size", source),
         hidden_size=hidden,
-        num_layers=_integer(raw, "num_hidden_layers", source),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=_integer(raw, "head_dim", source, default=default_head_dim),
+        head_dim=head_dim,
         ffn_hidden_size=_integer(raw, "intermediate_size", source),
         rms_norm_eps=_number(raw, "rms_norm_eps", source, default=1e-6),
         max_position_embeddings=_integer(raw, "max_position_embeddings", source),
         tied=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=architecture == "Qwen2ForCausalLM",
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
         rope_theta=_number(rope, "rope_theta", source, default=10000.0),
         rope_scaling=_rope_scaling(rope, source),
+        experts=_experts(raw, source, layers) if family.experts else None,
         has_value_head=architecture != named,
+    )
+
+
+def _experts(raw: Mapping[str, object], source: str, layers: int) -> ExpertsConfig:
+    # transformers 5 writes num_local_experts, before it was num_experts.
+    key = "num_experts" if "num_experts" in raw else "num_local_experts"
+    experts = _integer(raw, key, source)
+    chosen = _integer(raw, "num_experts_per_tok", source)
+    if chosen > experts:
+        raise ConfigError(f"{source}: num_experts_per_tok={chosen} is more than {key}={experts}")
+    step = _integer(raw, "decoder_sparse_step", source, default=1)
+    dense = raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise ConfigError(f"{source}: mlp_only_layers must be a list of layer numbers, got {dense!r}")
+    sparse = tuple(layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0)
+    if not sparse:
+        raise ConfigError(
+            f"{source}: decoder_sparse_step={step} and mlp_only_layers={dense} leave no layer with experts"
+        )
+    normalised = bool(raw.get("norm_topk_prob", False))
+    if normalised and chosen == 1:
+        raise ConfigError(
+            f"{source}: norm_topk_prob=true with num_experts_per_tok=1 makes every router probability 1, "
+            "so the router cannot be trained; supported: num_experts_per_tok > 1, or norm_topk_prob=false"
+        )
+    return ExpertsConfig(
+        num_experts=experts,
+        experts_per_token=chosen,
+        ffn_hidden_size=_integer(raw, "moe_intermediate_size", source),
+        normalised=normalised,
+        layers=sparse,
     )
 
 

@@ -137,6 +137,10 @@ class ParallelContext:
         model: all ranks that hold one copy of the model (tensor x pipeline).
         everyone: all ranks that hold any part of the model.
         embedding: first and last pipeline stage, which share tied embeddings; None on the stages between.
+        expert: ranks that hold different experts of the same layers and tensor rank; part of the data group.
+        expert_data: ranks that hold the same experts.   tensor_expert: tensor x expert.
+        tensor_data: tensor x data: the ranks of one pipeline stage.
+        model_expert: tensor x expert x pipeline: all ranks with a part of one copy of the experts.
         alone: a group of only this rank, for the kinds of parallelism that are not in use.
         sequence_parallel: activations outside attention and MLP are cut along the sequence over the tensor
         group.
@@ -149,6 +153,11 @@ class ParallelContext:
     model: dist.ProcessGroup
     everyone: dist.ProcessGroup
     embedding: dist.ProcessGroup | None
+    expert: dist.ProcessGroup
+    expert_data: dist.ProcessGroup
+    tensor_expert: dist.ProcessGroup
+    model_expert: dist.ProcessGroup
+    tensor_data: dist.ProcessGroup
     alone: dist.ProcessGroup
     sequence_parallel: bool
     device: torch.device
@@ -174,12 +183,16 @@ class ParallelContext:
         virtual = virtual_pipeline_model_parallel_size or 1
         _refuse_unsupported(
             context_parallel_size=context_parallel_size,
-            expert_model_parallel_size=expert_model_parallel_size,
         )
         if tp < 1 or pp < 1 or world % (tp * pp):
             raise ConfigError(
                 f"parallelism: tensor_model_parallel_size={tp} x pipeline_model_parallel_size={pp} "
                 f"does not divide the world of {world} ranks"
+            )
+        ep, data = expert_model_parallel_size, world // (tp * pp)
+        if ep < 1 or data % ep:
+            raise ConfigError(
+                f"parallelism.expert_model_parallel_size={ep} does not divide the {data} data-parallel ranks"
             )
         if sequence_parallel and tp == 1:
             raise ConfigError(
@@ -191,7 +204,7 @@ class ParallelContext:
                 "pipeline_model_parallel_size > 1, got 1: chunks of one stage would follow one another anyway"
             )
         _allow_sequence_parallelism()
-        layout = RankLayout(tensor=tp, data=world // (tp * pp), pipeline=pp)
+        layout = RankLayout(tensor=tp, data=data, pipeline=pp, expert=ep)
         new_group = _group_maker(timeout_s)
         required = {
             name: _required(new_group(partition), name)
@@ -201,9 +214,20 @@ class ParallelContext:
                 ("data", layout.data_groups()),
                 ("model", layout.model_groups()),
                 ("everyone", [list(range(world))]),
+                ("tensor_data", layout.tensor_data_groups()),
+                *layout.all_expert_groups(),
                 ("alone", [[rank] for rank in range(world)]),
             )
         }
+        if ep == 1:
+            # The same ranks as other groups; every group of its own would cost threads.
+            for name, same in (
+                ("expert", "alone"),
+                ("expert_data", "data"),
+                ("tensor_expert", "tensor"),
+                ("model_expert", "model"),
+            ):
+                required[name] = required[same]
         embedding = new_group(layout.embedding_groups())
         return cls(
             **required,
@@ -244,6 +268,16 @@ class ParallelContext:
         return self.data.rank()
 
     @property
+    def ep_size(self) -> int:
+        """Ranks that the experts of a layer are shared out over."""
+        return self.expert.size()
+
+    @property
+    def ep_rank(self) -> int:
+        """Position in the expert group."""
+        return self.expert.rank()
+
+    @property
     def is_first_stage(self) -> bool:
         """Whether this rank embeds tokens."""
         return self.pp_rank == 0
@@ -278,16 +312,17 @@ class ParallelContext:
             dp_cp=self.data,
             intra_dp_cp=self.data,
             intra_dist_opt=self.everyone,
-            tp_dp_cp=None,
-            # No context and no expert parallelism: groups of one.
+            tp_dp_cp=self.tensor_data,
+            # No context parallelism: groups of one.
             cp=self.alone,
             tp_cp=self.tensor,
-            ep=self.alone,
+            # Experts are cut over the same tensor group as everything else.
             expt_tp=self.tensor,
-            tp_ep=self.tensor,
-            tp_ep_pp=self.model,
-            expt_dp=self.data,
-            intra_expt_dp=self.data,
+            ep=self.expert,
+            tp_ep=self.tensor_expert,
+            tp_ep_pp=self.model_expert,
+            expt_dp=self.expert_data,
+            intra_expt_dp=self.expert_data,
         )
 
 
@@ -321,11 +356,15 @@ def _group_maker(timeout_s: float) -> Callable[[Sequence[Sequence[int]]], dist.P
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLayout:
-    """Pure arithmetic: which global ranks form which group. The groups of a kind share no rank."""
+    """Pure arithmetic: which global ranks form which group. The groups of a kind share no rank.
+
+    `expert` neighbours on the data axis share out the experts; it divides `data`.
+    """
 
     tensor: int
     data: int
     pipeline: int
+    expert: int = 1
 
     def rank(self, *, tensor: int, data: int, pipeline: int) -> int:
         """Global rank of a coordinate."""
@@ -369,3 +408,57 @@ class RankLayout:
     def embedding_groups(self) -> list[list[int]]:
         """First and last stage of each pipeline; the stages between are in none."""
         return [sorted({ranks[0], ranks[-1]}) for ranks in self.pipeline_groups()]
+
+    def all_expert_groups(self) -> list[tuple[str, list[list[int]]]]:
+        """Names and groups of expert parallelism; nothing if it is not in use."""
+        if self.expert == 1:
+            return []
+        return [
+            ("expert", self.expert_groups()),
+            ("expert_data", self.expert_data_groups()),
+            ("tensor_expert", self.tensor_expert_groups()),
+            ("model_expert", self.model_expert_groups()),
+        ]
+
+    def expert_groups(self) -> list[list[int]]:
+        """Ranks that hold different experts of the same layers."""
+        return [
+            ranks[start : start + self.expert]
+            for ranks in self.data_groups()
+            for start in range(0, self.data, self.expert)
+        ]
+
+    def expert_data_groups(self) -> list[list[int]]:
+        """Ranks that hold the same experts."""
+        return [ranks[start :: self.expert] for ranks in self.data_groups() for start in range(self.expert)]
+
+    def tensor_expert_groups(self) -> list[list[int]]:
+        """Tensor x expert, tensor fastest: the ranks that a token may be sent to."""
+        return [
+            [
+                self.rank(tensor=t, data=first + e, pipeline=p)
+                for e in range(self.expert)
+                for t in range(self.tensor)
+            ]
+            for p in range(self.pipeline)
+            for first in range(0, self.data, self.expert)
+        ]
+
+    def model_expert_groups(self) -> list[list[int]]:
+        """Tensor x expert x pipeline: one copy of the experts."""
+        return [
+            [
+                self.rank(tensor=t, data=first + e, pipeline=p)
+                for p in range(self.pipeline)
+                for e in range(self.expert)
+                for t in range(self.tensor)
+            ]
+            for first in range(0, self.data, self.expert)
+        ]
+
+    def tensor_data_groups(self) -> list[list[int]]:
+        """Tensor x data: all ranks of a pipeline stage."""
+        return [
+            [self.rank(tensor=t, data=d, pipeline=p) for d in range(self.data) for t in range(self.tensor)]
+            for p in range(self.pipeline)
+        ]

@@ -88,6 +88,8 @@ class TrainedModel:
             tensor_model_parallel_size=self.parallel.tp_size,
             pipeline_model_parallel_size=self.parallel.pp_size,
             virtual_pipeline_model_parallel_size=self.parallel.virtual_size,
+            expert_model_parallel_size=self.parallel.ep_size,
+            sequence_parallel=self.parallel.sequence_parallel,
         )
         self.dtype = _DTYPES[settings.precision]
         # Dropout is 0, so these generators never draw; Megatron asks for their existence.
@@ -124,7 +126,7 @@ class TrainedModel:
     @property
     def weight_map(self) -> WeightMap:
         """How this rank's parameters correspond to Hugging Face tensors."""
-        return WeightMap(model=self.model, parallel=self.parallel)
+        return WeightMap(model=self.model, parallel=self.parallel, value_head=self.settings.value_head)
 
     def tokens(
         self,
@@ -254,8 +256,10 @@ class TrainedModel:
             (name, int(_bits(parameter.detach()).sum(dtype=torch.int64)))
             for name, parameter in named_parameters(self.chunks)
         ]
-        gathered: list[Any] = [None] * self.parallel.model.size()
-        dist.all_gather_object(gathered, sums, group=self.parallel.model)
+        # With expert parallelism one copy of the model spans several data-parallel ranks.
+        copy = self.parallel.model_expert
+        gathered: list[Any] = [None] * copy.size()
+        dist.all_gather_object(gathered, sums, group=copy)
         return hashlib.sha256(repr(gathered).encode()).hexdigest()
 
 

@@ -4,7 +4,6 @@ data.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import math
 import os
@@ -142,16 +141,12 @@ def build(
 
 
 def full_parameters(model: MegatronPolicy | MegatronCritic) -> dict[str, Tensor]:
-    """All weights in the Hugging Face layout, on every rank. A critic's head has no name there: use its
-    values.
-    """
-    trained, weight_map = model.trained, model.trained.weight_map
-    if isinstance(model, MegatronCritic):
-        weight_map = dataclasses.replace(weight_map, model=dataclasses.replace(weight_map.model, tied=True))
-    metadata = hf_weight_metadata(weight_map.model, trained.dtype)
+    """All weights in the Hugging Face layout, on every rank; a critic's head is `score`."""
+    trained = model.trained
+    metadata = hf_weight_metadata(trained.model, trained.dtype, value_head=trained.settings.value_head)
     return {
         meta.name: tensor.clone()
-        for meta, tensor in zip(metadata, export_hf_weights(trained.chunks, weight_map), strict=True)
+        for meta, tensor in zip(metadata, export_hf_weights(trained.chunks, trained.weight_map), strict=True)
     }
 
 

@@ -52,7 +52,7 @@ def test_a_policy_refuses_a_reward_model(workers: WorkerGroup, reward_model: Pat
     ("changes", "words"),
     [
         ({"score.weight": None}, "has no tensor score.weight"),
-        ({"score.weight": torch.zeros(2, 64)}, "score.weight has shape (2, 64), a value head needs (1, 64)"),
+        ({"score.weight": torch.zeros(2, 64)}, "score.weight has shape (2, 64), the model needs (1, 64)"),
     ],
 )
 def test_a_head_that_is_missing_or_of_another_shape_is_named(

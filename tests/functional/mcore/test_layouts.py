@@ -178,7 +178,8 @@ def test_bf16_trains_close_to_fp32(
         ({"tensor_model_parallel_size": 3}, ("tensor_model_parallel_size=3", "2 ranks")),
         ({"sequence_parallel": True}, ("sequence_parallel", "> 1, got 1")),
         ({"context_parallel_size": 2}, ("context_parallel_size=2", "not supported yet")),
-        ({"expert_model_parallel_size": 2}, ("expert_model_parallel_size=2", "not supported yet")),
+        ({"expert_model_parallel_size": 2}, ("expert_model_parallel_size=2", "Qwen2ForCausalLM has none")),
+        ({"expert_model_parallel_size": 3}, ("expert_model_parallel_size=3", "2 data-parallel ranks")),
         (
             {"virtual_pipeline_model_parallel_size": 2},
             ("virtual_pipeline_model_parallel_size=2", "pipeline_model_parallel_size > 1, got 1"),

@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 
-from megatron_ppo.mcore.hf_config import HFModelConfig, Llama3RopeScaling, map_hf_config, read_hf_config
+from megatron_ppo.mcore.hf_config import (
+    ExpertsConfig,
+    HFModelConfig,
+    Llama3RopeScaling,
+    map_hf_config,
+    read_hf_config,
+)
 from megatron_ppo.protocol.errors import ConfigError
 
 QWEN2: dict[str, Any] = {
@@ -81,6 +87,35 @@ def test_a_classifier_is_no_value_head(labels: dict[str, Any]) -> None:
         mapped(architectures=["Qwen2ForSequenceClassification"], **labels)
 
 
+MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "head_dim": 16,
+}
+
+
+def test_experts_are_read_with_old_and_new_keys() -> None:
+    expected = ExpertsConfig(
+        num_experts=4, experts_per_token=2, ffn_hidden_size=48, normalised=True, layers=(0, 1)
+    )
+    assert mapped(**MOE).experts == expected
+    new = {key: value for key, value in MOE.items() if key != "num_experts"}
+    assert mapped(**new, num_local_experts=4).experts == expected
+    assert mapped(**MOE).qk_norm
+    assert mapped().experts is None
+
+
+def test_layers_without_experts_are_known() -> None:
+    step = mapped(**MOE, num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert step.experts is not None
+    assert step.experts.layers == (1, 5)
+    assert step.dense_layers
+    assert not mapped(**MOE).dense_layers
+
+
 @pytest.mark.parametrize(
     "rope",
     [
@@ -125,6 +160,14 @@ def test_llama3_scaling_is_read_from_old_and_new_files(key: str) -> None:
         ({"hidden_size": 0}, ("hidden_size", "positive", "0")),
         ({"vocab_size": None}, ("vocab_size is missing",)),
         ({"num_hidden_layers": 2.5}, ("num_hidden_layers", "2.5")),
+        ({"hidden_size": 66}, ("hidden_size=66", "num_attention_heads=4", "head_dim is missing")),
+        ({"head_dim": 15}, ("head_dim=15", "even")),
+        ({"architectures": ["GPT2ForTokenClassification"]}, ("GPT2ForTokenClassification", "for the critic")),
+        ({**MOE, "num_experts": None}, ("num_experts is missing",)),
+        ({**MOE, "num_experts_per_tok": 5}, ("num_experts_per_tok=5", "num_experts=4")),
+        ({**MOE, "num_experts_per_tok": 1}, ("norm_topk_prob=true", "num_experts_per_tok=1")),
+        ({**MOE, "mlp_only_layers": [0, 1]}, ("no layer with experts",)),
+        ({**MOE, "mlp_only_layers": "0"}, ("mlp_only_layers", "'0'")),
     ],
 )
 def test_a_model_that_would_be_mapped_wrongly_is_refused(
@@ -163,12 +206,30 @@ def test_a_cut_that_does_not_fit_the_model_is_refused(
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("tp", "ep", "changes", "words"),
+    [
+        (1, 2, {}, ("expert_model_parallel_size=2", "Qwen2ForCausalLM has none")),
+        (1, 3, MOE, ("expert_model_parallel_size=3", "num_experts=4")),
+        (2, 1, MOE, ("tensor_model_parallel_size=2", "sequence_parallel=true")),
+    ],
+)
+def test_a_cut_that_does_not_fit_the_experts_is_refused(
+    tp: int, ep: int, changes: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        mapped(**changes).check_parallelism(
+            tensor_model_parallel_size=tp, pipeline_model_parallel_size=1, expert_model_parallel_size=ep
+        )
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
 def test_a_cut_that_fits_is_accepted_and_pads_the_vocabulary() -> None:
     config = mapped()
     config.check_parallelism(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     assert [config.padded_vocab_size(tp) for tp in (1, 2, 4)] == [61, 62, 64]
 
 
-def test_reading_a_config_imports_no_torch() -> None:
-    code = "import sys, megatron_ppo.mcore.hf_config; sys.exit('torch' in sys.modules)"
+def test_reading_a_folder_imports_no_torch() -> None:
+    code = "import sys, megatron_ppo.mcore.hf_preflight; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -51,3 +51,31 @@ def test_tensor_ranks_are_neighbours_and_stages_are_far_apart() -> None:
 def test_only_first_and_last_stage_share_embeddings() -> None:
     assert RankLayout(tensor=1, data=1, pipeline=4).embedding_groups() == [[0, 3]]
     assert RankLayout(tensor=1, data=1, pipeline=1).embedding_groups() == [[0]]
+
+
+@given(tensor=SIZES, copies=SIZES, expert=SIZES, pipeline=SIZES)
+def test_expert_groups_cover_every_rank_once_and_refine_the_data_groups(
+    tensor: int, copies: int, expert: int, pipeline: int
+) -> None:
+    layout = RankLayout(tensor=tensor, data=copies * expert, pipeline=pipeline, expert=expert)
+    world = list(range(tensor * copies * expert * pipeline))
+    for groups, size in (
+        (layout.expert_groups(), expert),
+        (layout.expert_data_groups(), copies),
+        (layout.tensor_expert_groups(), tensor * expert),
+        (layout.model_expert_groups(), tensor * expert * pipeline),
+        (layout.tensor_data_groups(), tensor * copies * expert),
+    ):
+        assert sorted(rank for group in groups for rank in group) == world
+        assert {len(group) for group in groups} == {size}
+    data = [set(group) for group in layout.data_groups()]
+    for fine in layout.expert_groups() + layout.expert_data_groups():
+        assert any(set(fine) <= group for group in data)
+
+
+def test_experts_are_shared_out_over_neighbours_on_the_data_axis() -> None:
+    layout = RankLayout(tensor=2, data=4, pipeline=1, expert=2)
+    assert layout.expert_groups() == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert layout.expert_data_groups() == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    assert layout.tensor_expert_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert RankLayout(tensor=2, data=4, pipeline=1).all_expert_groups() == []
