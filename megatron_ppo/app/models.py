@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_ppo.config.derived import Derived, ParallelSizes
 from megatron_ppo.config.model_sections import SchedulerSection, TrainedModelSection
 from megatron_ppo.config.schema import RunConfig
 from megatron_ppo.config.targets import build, resolve
+from megatron_ppo.loop.residency import STATIONARY, Model, Residency
 from megatron_ppo.mcore.checkpoint import ModelCheckpoints
 from megatron_ppo.mcore.critic import MegatronCritic
 from megatron_ppo.mcore.parallel import ParallelContext
@@ -23,10 +26,11 @@ class Models:
 
     policy: MegatronPolicy
     critic: MegatronCritic
+    residency: Residency
 
     def store(self) -> ModelCheckpoints:
         """Saves and loads both, with optimizers and schedulers."""
-        return ModelCheckpoints({"policy": self.policy, "critic": self.critic})
+        return ModelCheckpoints({"policy": self.policy, "critic": self.critic}, self.residency)
 
 
 def build_models(
@@ -34,6 +38,9 @@ def build_models(
 ) -> Models:
     """Both models with their own layouts and optimizers. Collective over all ranks."""
     timeout_s = config.cluster.process_group_timeout_s
+    choice = config.cluster.offload_models
+    moves = choice == "always" or (choice == "auto" and torch.cuda.is_available())
+    residency = Residency()
     policy = resolve(config.policy.target)(
         model=policy_folder,
         parallel=_context(derived.policy, config.policy, timeout_s),
@@ -44,6 +51,8 @@ def build_models(
         seed=config.run.seed,
         **_training(config.policy, derived.policy_scheduler_ticks),
     )
+    residency.built(Model.POLICY, policy.residence if moves else STATIONARY)
+    residency.built(Model.REFERENCE, policy.reference_residence if moves else STATIONARY)
     critic = resolve(config.critic.target)(
         model=critic_folder,
         parallel=_context(derived.critic, config.critic, timeout_s),
@@ -52,7 +61,8 @@ def build_models(
         seed=config.run.seed,
         **_training(config.critic, derived.critic_scheduler_ticks),
     )
-    return Models(policy=policy, critic=critic)
+    residency.built(Model.CRITIC, critic.residence if moves else STATIONARY)
+    return Models(policy=policy, critic=critic, residency=residency)
 
 
 def _context(sizes: ParallelSizes, section: TrainedModelSection, timeout_s: float) -> ParallelContext:

@@ -78,6 +78,7 @@ class PartsBuilder:
         """All parts of the loop; `models` are those of this rank."""
         return Parts(
             policy=models.policy,
+            residency=models.residency,
             critic=models.critic,
             advantage=self._advantage(),
             groups=self._groups(),

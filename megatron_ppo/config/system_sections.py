@@ -191,6 +191,11 @@ class ClusterSection(Section):
     node_ip_address: str = setting(
         "127.0.0.1", "Address that the refit group listens on; Ray stays on loopback."
     )
+    offload_models: Literal["auto", "always", "never"] = setting(
+        "auto",
+        "Keep policy and critic in host memory except while they are used, so that they share the trainer's GPUs. "
+        "auto is always on CUDA and never on a CPU, where it would only copy.",
+    )
     object_store_bytes: int = setting(128 * 2**20, "Ray's object store.", unit="bytes", ge=80 * 2**20)
     process_group_timeout_s: float = setting(
         600.0, "Longest collective between trainer ranks.", unit="s", gt=0.0

@@ -11,7 +11,7 @@ open the next window; validate if due; save if due.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_ppo.data.batch import TrainBatch, pack_groups
 from megatron_ppo.loop.age import age_metrics
@@ -28,6 +28,7 @@ from megatron_ppo.loop.ports import (
     Telemetry,
     Validator,
 )
+from megatron_ppo.loop.residency import Model, Residency
 from megatron_ppo.loop.rollout_metrics import rollout_metrics
 from megatron_ppo.numerics.masking import trainable_mask
 from megatron_ppo.protocol.errors import GroupMismatchError, NonFiniteError
@@ -83,6 +84,7 @@ class Parts:
 
     Attributes:
         observe: what the run's other processes say of themselves, once a step; the same on every rank.
+        residency: which model is on the device; by default nothing has to move.
     """
 
     policy: Policy
@@ -94,6 +96,7 @@ class Parts:
     checkpoints: Checkpoints
     telemetry: Telemetry
     observe: Callable[[], Metrics] = dict
+    residency: Residency = field(default_factory=Residency)
 
 
 def train(run: LoopSettings, schedule: AsyncSchedule, parts: Parts) -> int:
@@ -104,7 +107,8 @@ def train(run: LoopSettings, schedule: AsyncSchedule, parts: Parts) -> int:
     step = parts.checkpoints.restore()
     if step >= run.max_num_steps:
         return step
-    parts.refit.push(version=schedule.version_at(step))
+    with parts.residency.step("the first publish"), parts.residency.publishing():
+        parts.refit.push(version=schedule.version_at(step))
     if step == 0 and run.validate_at_start:
         log = parts.telemetry.before_first_step()
         with log.timed("idle/validation"):
@@ -114,19 +118,9 @@ def train(run: LoopSettings, schedule: AsyncSchedule, parts: Parts) -> int:
 
     while step < run.max_num_steps:
         log = parts.telemetry.step(step)
-        with log.timed("exposed_generation"):  # the only place where the learner waits for actors
-            groups = parts.groups.take(target_step=step)
-        batch = _batch(run, schedule, step, groups, log)
-        try:
-            batch = _score(run, parts, batch, log)
-            _update(run, schedule, parts, step, batch, log)
-        except NonFiniteError as error:
-            raise NonFiniteError(f"step {step + 1}: {error}", error.ordinals) from error
-
-        trained_policy, step = schedule.trains_policy(step), step + 1
-        if trained_policy:  # a frozen step changes no weight: nothing to publish, nobody to pause
-            with log.timed("weight_sync"):
-                log.add(parts.refit.push(version=schedule.version_at(step)))
+        with parts.residency.step(f"step {step + 1}"):
+            _train_step(run, schedule, parts, step, log)
+        step += 1
         # After the publish, so that nothing is born older than it has to be.
         parts.groups.open(step=step, frontier=schedule.frontier(step))
 
@@ -139,6 +133,21 @@ def train(run: LoopSettings, schedule: AsyncSchedule, parts: Parts) -> int:
         if run.checkpoint_due(step):
             parts.checkpoints.save(step=step, metrics=log.values)
     return step
+
+
+def _train_step(run: LoopSettings, schedule: AsyncSchedule, parts: Parts, step: int, log: StepLog) -> None:
+    """Take, score, update, publish."""
+    with log.timed("exposed_generation"):  # the only place where the learner waits for actors
+        groups = parts.groups.take(target_step=step)
+    batch = _batch(run, schedule, step, groups, log)
+    try:
+        batch = _score(run, parts, batch, log)
+        _update(run, schedule, parts, step, batch, log)
+    except NonFiniteError as error:
+        raise NonFiniteError(f"step {step + 1}: {error}", error.ordinals) from error
+    if schedule.trains_policy(step):  # a frozen step changes no weight: nothing to publish, nobody to pause
+        with log.timed("weight_sync"), parts.residency.publishing():
+            log.add(parts.refit.push(version=schedule.version_at(step + 1)))
 
 
 def _batch(
@@ -164,12 +173,15 @@ def _batch(
 
 def _score(run: LoopSettings, parts: Parts, batch: TrainBatch, log: StepLog) -> TrainBatch:
     """Values and log-probs with the weights of this step's start, then masks and advantages."""
-    with log.timed("value_inference"):
+    residency = parts.residency
+    with log.timed("value_inference"), residency.scoring(Model.CRITIC):
         batch = batch.replace(values_BT=parts.critic.values(batch))
     with log.timed("policy_and_reference_logprobs"):
-        batch = batch.replace(old_logprobs_BT=parts.policy.logprobs(batch))
+        with residency.scoring(Model.POLICY):
+            batch = batch.replace(old_logprobs_BT=parts.policy.logprobs(batch))
         if run.use_reference:
-            batch = batch.replace(ref_logprobs_BT=parts.policy.reference_logprobs(batch))
+            with residency.scoring(Model.REFERENCE):
+                batch = batch.replace(ref_logprobs_BT=parts.policy.reference_logprobs(batch))
     with log.timed("advantage_calculation"):
         batch, mismatch = mask_mismatched_sequences(batch, threshold=run.seq_logprob_error_threshold)
         log.add(mismatch)
@@ -197,10 +209,12 @@ def _update(
             minibatches = batch.minibatches(
                 run.train_global_batch_size, shuffle=run.shuffle_minibatches, seed=(run.seed, step, epoch)
             )
-            with log.timed("value_training"):
+            with log.timed("value_training"), parts.residency.training(Model.CRITIC):
                 critic_metrics = parts.critic.update(minibatches)
             if schedule.trains_policy(step):
-                with log.timed("policy_training"):
+                # After the last epoch it is published, which needs it where it is.
+                stays = epoch == run.ppo_epochs - 1
+                with log.timed("policy_training"), parts.residency.training(Model.POLICY, stays=stays):
                     policy_metrics = parts.policy.update(minibatches)
     # As in the reference, the last epoch's metrics are the step's; policy keys are absent on frozen steps.
     log.add(critic_metrics)

@@ -14,6 +14,7 @@ weight decay and the schedule's shape come from the settings, only its position 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megatron_ppo.loop.residency import Model, Residency
 from megatron_ppo.mcore import platform
 from megatron_ppo.mcore.critic import MegatronCritic
 from megatron_ppo.mcore.policy import MegatronPolicy
@@ -41,20 +43,26 @@ SUBFOLDER = "models"
 class ModelCheckpoints:
     """The models of a run as one store (loop port ModelStore): a subfolder of each checkpoint folder."""
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: Models, residency: Residency | None = None) -> None:
         self._models = models
+        self._residency = residency or Residency()
 
     def save(self, folder: Path) -> None:
         """Write into the existing `folder`. Collective over all ranks."""
-        save_models(folder / SUBFOLDER, self._models)
+        save_models(folder / SUBFOLDER, self._models, residency=self._residency)
 
     def load(self, folder: Path) -> None:
         """Restore in place. Collective over all ranks. Raises: CheckpointError."""
-        load_models(folder / SUBFOLDER, self._models)
+        load_models(folder / SUBFOLDER, self._models, residency=self._residency)
 
 
-def save_models(path: Path, models: Models, extra: Extra | None = None) -> None:
+def save_models(
+    path: Path, models: Models, extra: Extra | None = None, *, residency: Residency | None = None
+) -> None:
     """Write all state of `models`, and `extra`, into the new folder `path`. Collective over all ranks.
+
+    Args:
+        residency: who may be on the device; each model is there only until its state was copied to the host.
 
     Raises: CheckpointError if the folder exists and is not empty.
     """
@@ -62,10 +70,13 @@ def save_models(path: Path, models: Models, extra: Extra | None = None) -> None:
     from megatron.core import dist_checkpointing
 
     _on_rank_zero(lambda: _make_empty(path))
-    state: dict[str, Any] = {
-        name: _template(name, model.trained, loading=False) for name, model in models.items()
-    }
+    residency = residency or Residency()
+    state: dict[str, Any] = {}
     for name, model in models.items():
+        with residency.saving(Model(name)):
+            state[name] = _template(name, model.trained, loading=False)
+            if residency.moves:
+                state[name] = _on_host(state[name])
         state[name]["scheduler"] = model.trained.scheduler.state_dict()
     state["rng"] = _generator_shard(_generator_states())
     state["about"] = {"models": _descriptions(models), "world_size": dist.get_world_size()}
@@ -74,7 +85,9 @@ def save_models(path: Path, models: Models, extra: Extra | None = None) -> None:
         dist_checkpointing.save(state, str(path))
 
 
-def load_models(path: Path, models: Models) -> dict[str, str | int | float | bool]:
+def load_models(
+    path: Path, models: Models, *, residency: Residency | None = None
+) -> dict[str, str | int | float | bool]:
     """Restore `models` in place and return what was saved as `extra`. Collective over all ranks.
 
     Raises: CheckpointError if `path` is no complete checkpoint, or one of other models.
@@ -83,24 +96,24 @@ def load_models(path: Path, models: Models) -> dict[str, str | int | float | boo
     from megatron.core import dist_checkpointing
 
     about = _read_about(path, models)
-    template: dict[str, Any] = {
-        name: _template(name, model.trained, loading=True) for name, model in models.items()
-    }
     same_world = about["world_size"] == dist.get_world_size()
-    if same_world:
-        template["rng"] = _generator_shard(None)
-    else:
+    template: dict[str, Any] = {"rng": _generator_shard(None)} if same_world else {}
+    if not same_world:
         logger.warning(
             "checkpoint %s is of %d ranks, this job has %d: generators start from the seed",
             path,
             about["world_size"],
             dist.get_world_size(),
         )
-    loaded = dist_checkpointing.load(template, str(path))
+    residency = residency or Residency()
     for name, model in models.items():
-        _restore(loaded[name], model.trained)
-    if same_world:
-        _set_generator_states(loaded["rng"])
+        with residency.restoring(Model(name)):
+            template[name] = _template(name, model.trained, loading=True)
+            loaded = dist_checkpointing.load(template, str(path))
+            _restore(loaded[name], model.trained)
+        if "rng" in template:  # read once
+            _set_generator_states(loaded["rng"])
+        template.clear()
     extra: dict[str, str | int | float | bool] = loaded["extra"]
     return extra
 
@@ -125,6 +138,22 @@ def _template(name: str, trained: TrainedModel, *, loading: bool) -> dict[str, A
     state = {"module": module, "optimizer": optimizer}
     add_prefix_for_sharding(state, f"{name}.")
     return state
+
+
+def _on_host(state: dict[str, Any]) -> dict[str, Any]:
+    """The same sharded state with copies of its tensors in host memory, so that the model may leave the device."""
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, ShardedTensor):
+            return dataclasses.replace(value, data=copied(value.data))
+        return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+    # Factories cut a parameter into the tensors that are stored; a cut is a view, so it comes before the copy.
+    apply_factories(state)
+    copies: dict[str, Any] = dict_list_map_outplace(copied, state)
+    return copies
 
 
 def _restore(loaded: Mapping[str, Any], trained: TrainedModel) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_ppo.data.batch import TrainBatch
 from megatron_ppo.mcore import platform
 from megatron_ppo.mcore.parallel import ParallelContext
+from megatron_ppo.mcore.residence import Residence
 from megatron_ppo.mcore.settings import OptimizerSettings, Precision, SchedulerSettings
 from megatron_ppo.numerics.loss_output import LossCounts, LossOutput
 from megatron_ppo.numerics.loss_settings import ValueLossSettings
@@ -69,6 +70,11 @@ class MegatronCritic:
         )
         self.trained: TrainedModel = TrainedModel(settings)
         self._loss = ValueLossSettings() if value_loss is None else value_loss
+
+    @property
+    def residence(self) -> Residence:
+        """Moves the critic off the device and back."""
+        return self.trained.residence
 
     def values(self, batch: TrainBatch) -> Tensor:
         """float32 [B, T] reward units; 0 outside the response mask. The same on every rank."""

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from megatron_ppo.data.batch import TrainBatch
+from megatron_ppo.loop.residency import WEIGHTS, Part
 from megatron_ppo.mcore import platform
 from megatron_ppo.mcore.parallel import ParallelContext
+from megatron_ppo.mcore.residence import Residence
 from megatron_ppo.mcore.settings import OptimizerSettings, Precision, SchedulerSettings
 from megatron_ppo.mcore.vocab_parallel import next_token_entropy, next_token_logprobs
 from megatron_ppo.mcore.weights import export_hf_weights, hf_weight_metadata
@@ -86,17 +88,28 @@ class MegatronPolicy:
         self._temperature = temperature
         self._loss = PolicyLossSettings() if loss is None else loss
         self._reference = self.trained.frozen_copy() if reference else None
+        self.reference_residence = Residence("reference", {Part.PARAMETERS: self._reference_parameters})
+
+    @property
+    def residence(self) -> Residence:
+        """Moves the policy off the device and back; `reference_residence` does that with the frozen copy."""
+        return self.trained.residence
+
+    def _reference_parameters(self) -> Iterator[Tensor]:
+        for chunk in self._reference or ():
+            yield from chunk.parameters()
 
     def logprobs(self, batch: TrainBatch, *, temperature: float | None = None) -> Tensor:
         """float32 [B, T] nats with the current weights; 0 outside the response mask. The same on every
         rank.
         """
-        return self._score(batch, self.trained.modules, temperature)
+        return self._score(batch, None, temperature)
 
     def reference_logprobs(self, batch: TrainBatch) -> Tensor:
         """The same with the frozen initial weights. Raises: ConfigError without reference=True."""
         if self._reference is None:
             raise ConfigError("reference log-probs need a policy with reference=True, got reference=False")
+        self.reference_residence.require(WEIGHTS, "a forward pass")
         return self._score(batch, self._reference, None)
 
     def update(self, minibatches: Sequence[TrainBatch]) -> dict[str, float]:
@@ -115,6 +128,7 @@ class MegatronPolicy:
         """Collective over all ranks: gathers one tensor at a time. What it yields is the same on every
         rank.
         """
+        self.residence.require(WEIGHTS, "reading the weights")
         return export_hf_weights(self.trained.chunks, self.trained.weight_map)
 
     def parameters_hash(self) -> str:
@@ -122,7 +136,7 @@ class MegatronPolicy:
         return self.trained.parameters_hash()
 
     def _score(
-        self, batch: TrainBatch, modules: Sequence[torch.nn.Module], temperature: float | None
+        self, batch: TrainBatch, modules: Sequence[torch.nn.Module] | None, temperature: float | None
     ) -> Tensor:
         used = self._temperature if temperature is None else temperature
         if not used > 0.0:

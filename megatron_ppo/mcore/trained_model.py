@@ -27,9 +27,11 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megatron_ppo.data.batch import TrainBatch
+from megatron_ppo.loop.residency import EVERYTHING, WEIGHTS
 from megatron_ppo.mcore import forward, model, optimizer
 from megatron_ppo.mcore.hf_config import HFModelConfig, read_hf_config
 from megatron_ppo.mcore.parallel import ParallelContext
+from megatron_ppo.mcore.residence import Residence, trained_tensors
 from megatron_ppo.mcore.settings import OptimizerSettings, Precision, SchedulerSettings
 from megatron_ppo.mcore.weights import WeightMap, load_hf_weights, named_parameters
 from megatron_ppo.numerics.loss_output import LossCounts, LossOutput
@@ -74,6 +76,7 @@ class TrainedModel:
         chunks: the bare model, in `parallel.virtual_size` chunks; parameters are views of DDP's buffers.
         modules: the same, wrapped as the schedule calls them.
         optimizer, scheduler: Megatron's; saved and loaded by `mcore.checkpoint`.
+        residence: moves the model off its device and back; whatever needs a part that is off raises ResidencyError.
     """
 
     def __init__(self, settings: ModelSettings) -> None:
@@ -108,6 +111,12 @@ class TrainedModel:
         # Without these two neither the gradient reductions nor a loss scale would happen.
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
+        self.residence = Residence(
+            "critic" if settings.value_head else "policy",
+            trained_tensors(self.modules, self.optimizer),
+            # `.grad` of the optimizer's shards are views of the gradient buffer that outlive an update.
+            before=self.optimizer.zero_grad,
+        )
 
     def _build(self) -> tuple[Any, ...]:
         chunks = model.build_model(
@@ -134,7 +143,13 @@ class TrainedModel:
         function: forward.TokenFunction,
         modules: Sequence[torch.nn.Module] | None = None,
     ) -> Tensor:
-        """float32 [B, T] on the CPU, the same on every rank; see `forward.token_pass`."""
+        """float32 [B, T] on the CPU, the same on every rank; see `forward.token_pass`.
+
+        Args:
+            modules: another model of the same layout, which the caller knows to be on the device.
+        """
+        if modules is None:
+            self.residence.require(WEIGHTS, "a forward pass")
         return forward.token_pass(
             self.modules if modules is None else modules,
             self.config,
@@ -154,6 +169,7 @@ class TrainedModel:
         """
         if not minibatches:
             raise ValueError("update needs at least one minibatch")
+        self.residence.require(EVERYTHING, "an update")
         steps = [self._step(minibatch, loss, prefix) for minibatch in minibatches]
         group = self.optimizer.param_groups[0]
         metrics = finalise(over_minibatches(steps))
@@ -252,6 +268,7 @@ class TrainedModel:
 
         Cheap: one sum of bit patterns per parameter, no copy to the host.
         """
+        self.residence.require(WEIGHTS, "a digest of the parameters")
         sums = [
             (name, int(_bits(parameter.detach()).sum(dtype=torch.int64)))
             for name, parameter in named_parameters(self.chunks)
