@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_ppo.data.batch import TrainBatch
 from megatron_ppo.loop.advantage import GAE
 from megatron_ppo.loop.async_ppo import LoopSettings, Parts
-from megatron_ppo.loop.checkpoints import RunCheckpoints
+from megatron_ppo.loop.checkpoints import ModelStore, RunCheckpoints
 from megatron_ppo.loop.ports import Checkpoints
 from megatron_ppo.protocol.schedule import AsyncSchedule
 from megatron_ppo.protocol.trajectory import PromptGroup
@@ -221,12 +221,13 @@ def fake_run(
     folder: Path | None = None,
     keep: int = 1000,
     load_replay_buffer: bool = True,
+    wrap_store: Callable[[ModelStore], ModelStore] = lambda store: store,
 ) -> FakeRun:
     """A process that is about to call `train`.
 
     Args:
         first_step: completed steps; with `folder`, those of its newest checkpoint.
-        work: goes on from an earlier process's.   folder: for real checkpoints.
+        work: goes on from an earlier process's.   folder: for real checkpoints.   wrap_store: of their models.
     """
     order = make_order(schedule=schedule, ppo_epochs=epochs, first_step=first_step)
     work = work or WorkLog()
@@ -243,7 +244,7 @@ def fake_run(
             higher_is_better=True,
             identity={"run.seed": "42"},
             load_replay_buffer=load_replay_buffer,
-            models=FakeModelStore(policy=policy, critic=critic),
+            models=wrap_store(FakeModelStore(policy=policy, critic=critic)),
             replay=collection,
             version_at=schedule.version_at,
             on_rank_zero=on_rank_zero,
