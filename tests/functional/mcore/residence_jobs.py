@@ -72,7 +72,7 @@ def device_bytes(*, folder: str, precision: str) -> dict[str, Any]:
     with context({}) as parallel:
         model = build("policy", folder, parallel, precision=precision)
         model.update([random_batch()])
-        tensors = trained_tensors([model.trained.module], model.trained.optimizer)
+        tensors = trained_tensors(model.trained.modules, model.trained.optimizer)
         everything = [tensor for of_part in tensors.values() for tensor in of_part()]
 
         def present() -> int:
@@ -100,7 +100,7 @@ def device_bytes(*, folder: str, precision: str) -> dict[str, Any]:
             except ResidencyError as error:
                 messages[name] = str(error)
         model.residence.load(EVERYTHING)
-        numel = sum(parameter.numel() for parameter in model.trained.gpt.parameters())
+        numel = sum(parameter.numel() for chunk in model.trained.chunks for parameter in chunk.parameters())
         after = {"before": before, "after": present(), "numel": numel}
         return {**after, "per_part": per_part, "away": away, "messages": messages}
 
@@ -112,7 +112,7 @@ def gradients_come_back_as_zeros(*, folder: str) -> float:
         model.update([random_batch()])
         model.residence.offload(EVERYTHING)
         model.residence.load(EVERYTHING)
-        buffers = model.trained.module.buffers
+        buffers = [buffer for module in model.trained.modules for buffer in module.buffers]
         return max(float(buffer.grad_data.abs().max()) for buffer in buffers)
 
 
