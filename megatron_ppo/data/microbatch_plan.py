@@ -20,6 +20,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron_ppo.protocol.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedSize:
@@ -54,6 +56,13 @@ class TokenBudget:
 
 
 BatchPolicy = FixedSize | TokenBudget
+
+
+def fixed_size(key: str, sequences: int) -> FixedSize:
+    """Raises: ConfigError, naming the key, for fewer than one sequence."""
+    if sequences < 1:
+        raise ConfigError(f"{key} must be >= 1, got {sequences}")
+    return FixedSize(sequences=sequences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,7 +127,8 @@ def _template(name: str, trained: TrainedModel, *, loading: bool) -> dict[str, A
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "chained_optim_avoid_prefix": True,
-        "dp_cp_group": trained.parallel.data,
+        # Context ranks hold the same parameters as data-parallel ones.
+        "dp_cp_group": trained.parallel.data_context,
     }
     # Layers are saved under their numbers in the whole model, so chunks share one name space.
     module = {

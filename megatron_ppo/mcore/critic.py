@@ -6,7 +6,8 @@ or as `score` of a reward or value model's folder.
 
 Value convention: entry j is the value of the state *before* token j, so the model's output at j - 1.
 
-Shape legend: B sequences, T token positions (right-padded).
+Shape legend: B sequences, T token positions (right-padded); S rows that the model sees, L positions of a row on
+this rank (see `mcore.sequences`).
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from megatron_ppo.data.batch import TrainBatch
+from megatron_ppo.data.microbatch_plan import BatchPolicy, fixed_size
 from megatron_ppo.mcore import platform
 from megatron_ppo.mcore.parallel import ParallelContext
 from megatron_ppo.mcore.residence import Residence
@@ -28,6 +29,7 @@ from megatron_ppo.numerics.loss_settings import ValueLossSettings
 from megatron_ppo.numerics.value_losses import value_loss
 
 if TYPE_CHECKING:
+    from megatron_ppo.mcore.sequences import Microbatch
     from megatron_ppo.mcore.trained_model import TrainedModel
 
 
@@ -48,6 +50,8 @@ class MegatronCritic:
         train_micro_batch_size: int,
         logprob_batch_size: int,
         pad_token_id: int,
+        train_batches: BatchPolicy | None = None,
+        score_batches: BatchPolicy | None = None,
         precision: Precision = "fp32",
         value_loss: ValueLossSettings | None = None,
         seed: int = 42,
@@ -62,8 +66,8 @@ class MegatronCritic:
             precision=precision,
             optimizer=optimizer,
             scheduler=scheduler,
-            train_micro_batch_size=train_micro_batch_size,
-            forward_batch_size=logprob_batch_size,
+            train_batches=train_batches or fixed_size("train_micro_batch_size", train_micro_batch_size),
+            score_batches=score_batches or fixed_size("logprob_batch_size", logprob_batch_size),
             pad_token_id=pad_token_id,
             seed=seed,
             value_head=True,
@@ -91,22 +95,23 @@ class MegatronCritic:
         """Changes if and only if a parameter does; the same on every rank."""
         return self.trained.parameters_hash()
 
-    def _minibatch_loss(self, output_BT1: Tensor, microbatch: TrainBatch, counts: LossCounts) -> LossOutput:
-        if microbatch.values_BT is None or microbatch.returns_BT is None:
+    def _minibatch_loss(self, output_SL1: Tensor, microbatch: Microbatch, counts: LossCounts) -> LossOutput:
+        batch = microbatch.batch
+        if batch.values_BT is None or batch.returns_BT is None:
             raise ValueError(
                 "the minibatch has no values_BT or returns_BT; they must be filled in before an update"
             )
         return value_loss(
-            values_BT=_values_before_tokens(output_BT1, microbatch),
-            old_values_BT=microbatch.values_BT,
-            returns_BT=microbatch.returns_BT,
-            response_mask_BT=microbatch.response_mask_BT,
-            sample_mask_B=microbatch.sample_mask_B,
+            values_BT=_values_before_tokens(output_SL1, microbatch),
+            old_values_BT=batch.values_BT,
+            returns_BT=batch.returns_BT,
+            response_mask_BT=batch.response_mask_BT,
+            sample_mask_B=batch.sample_mask_B,
             settings=self._loss,
             counts=counts,
         )
 
 
-def _values_before_tokens(output_BT1: Tensor, microbatch: TrainBatch) -> Tensor:
+def _values_before_tokens(output_SL1: Tensor, microbatch: Microbatch) -> Tensor:
     """[B, T]; the output at j - 1 moved to j. Entry 0 has no state before it: 0."""
-    return torch.nn.functional.pad(output_BT1[:, :-1, 0].float(), (1, 0))
+    return microbatch.to_tokens(output_SL1[..., 0])

@@ -1,33 +1,29 @@
 """Builds Megatron-Core GPT models, with a language-model head or a scalar value head, from an HFModelConfig.
 
 Megatron's local layer spec everywhere, with two parts of our own: an RMSNorm that knows sequence parallelism
-and a core attention on `scaled_dot_product_attention` (Megatron's local ones refuse sequence parallelism and
-are 2-4x slower). Parameters are left uninitialised: `mcore.weights` fills every one of them and fails if it
-cannot.
+(Megatron's local one refuses it) and the core attention of `mcore.attention`. Parameters are left uninitialised:
+`mcore.weights` fills every one of them and fails if it cannot.
 
 Imports `megatron.core`, so `platform.install()` must have run.
 
-Shape legend: S sequence, B batch, N heads, D head dimension, H hidden.
+Shape legend: S sequence, B batch, D head dimension, H hidden.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
 from megatron_ppo.mcore import platform
+from megatron_ppo.mcore.attention import SDPACoreAttention
 from megatron_ppo.mcore.hf_config import HFModelConfig
 from megatron_ppo.mcore.parallel import ParallelContext
 
@@ -39,52 +35,6 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         # Read by megatron.core's finalize_model_grads.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-
-class SDPACoreAttention(MegatronModule):
-    """Causal attention by torch's fused kernel; grouped key/value heads are not expanded."""
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
-        **_: object,
-    ) -> None:
-        super().__init__(config=config)
-        # Megatron's checkpoint code asks every module for its group, or else global state.
-        self.tp_group = pg_collection.tp
-        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-
-    def forward(
-        self,
-        query_SBND: Tensor,
-        key_SBND: Tensor,
-        value_SBND: Tensor,
-        attention_mask: Tensor | None = None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-        **_: object,
-    ) -> Tensor:
-        """[S, B, N * D]. Sequences are right-padded, so causality alone keeps padding out of real
-        positions.
-        """
-        if attention_mask is not None or attention_bias is not None or packed_seq_params is not None:
-            raise NotImplementedError(
-                "SDPACoreAttention takes right-padded batches: no mask, bias or packing"
-            )
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query_SBND, key_SBND, value_SBND))
-        out_BNSD = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.scale, enable_gqa=query.shape[1] != key.shape[1]
-        )
-        out_SBND = out_BNSD.permute(2, 0, 1, 3).contiguous()
-        return out_SBND.view(*out_SBND.shape[:2], -1)
 
 
 class ValueHead(torch.nn.Linear):
@@ -146,6 +96,7 @@ def transformer_config(
         overlap_p2p_comm=parallel.virtual_size > 1,
         batch_p2p_comm=parallel.virtual_size == 1,
         sequence_parallel=parallel.sequence_parallel,
+        context_parallel_size=parallel.cp_size,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,

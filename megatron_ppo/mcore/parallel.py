@@ -5,7 +5,7 @@ torchrun. Policy and critic get a context each, over the same ranks and possibly
 Every group is passed to Megatron-Core explicitly; `megatron.core.parallel_state` is never initialised,
 but for one scratch buffer (see `_allow_sequence_parallelism`).
 
-Rank order, fastest first: tensor, data, pipeline (Megatron's "tp-cp-ep-dp-pp" with cp = ep = 1).
+Rank order, fastest first: tensor, context, data, pipeline (Megatron's "tp-cp-ep-dp-pp").
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ppo.mcore import platform
+from megatron_ppo.mcore.rank_layout import RankLayout
 from megatron_ppo.protocol.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -133,13 +134,16 @@ class ParallelContext:
     """The groups of one model on this rank.
 
     Attributes:
-        tensor, pipeline, data: the groups that this rank is a member of; sizes and ranks follow from them.
+        tensor, context, data, pipeline: the groups that this rank is a member of; sizes and ranks follow from
+            them. The ranks of a context group share every sequence, those of a data group the batch.
+        data_context: data x context, the ranks that hold the same parameters: gradients are summed over it.
+        tensor_context: tensor x context.   stage: tensor x context x data, all ranks of a pipeline stage.
         model: all ranks that hold one copy of the model (tensor x pipeline).
         everyone: all ranks that hold any part of the model.
         embedding: first and last pipeline stage, which share tied embeddings; None on the stages between.
-        expert: ranks that hold different experts of the same layers and tensor rank; part of the data group.
+        expert: ranks that hold different experts of the same layers and tensor rank; part of
+            `data_context`.
         expert_data: ranks that hold the same experts.   tensor_expert: tensor x expert.
-        tensor_data: tensor x data: the ranks of one pipeline stage.
         model_expert: tensor x expert x pipeline: all ranks with a part of one copy of the experts.
         alone: a group of only this rank, for the kinds of parallelism that are not in use.
         sequence_parallel: activations outside attention and MLP are cut along the sequence over the tensor
@@ -148,8 +152,12 @@ class ParallelContext:
     """
 
     tensor: dist.ProcessGroup
-    pipeline: dist.ProcessGroup
+    context: dist.ProcessGroup
     data: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+    data_context: dist.ProcessGroup
+    tensor_context: dist.ProcessGroup
+    stage: dist.ProcessGroup
     model: dist.ProcessGroup
     everyone: dist.ProcessGroup
     embedding: dist.ProcessGroup | None
@@ -157,7 +165,6 @@ class ParallelContext:
     expert_data: dist.ProcessGroup
     tensor_expert: dist.ProcessGroup
     model_expert: dist.ProcessGroup
-    tensor_data: dist.ProcessGroup
     alone: dist.ProcessGroup
     sequence_parallel: bool
     device: torch.device
@@ -179,20 +186,19 @@ class ParallelContext:
 
         Raises: ConfigError for a layout that does not fit the world or is not supported.
         """
-        tp, pp, world = tensor_model_parallel_size, pipeline_model_parallel_size, dist.get_world_size()
+        tp, pp, cp = tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size
         virtual = virtual_pipeline_model_parallel_size or 1
-        _refuse_unsupported(
-            context_parallel_size=context_parallel_size,
-        )
-        if tp < 1 or pp < 1 or world % (tp * pp):
+        world = dist.get_world_size()
+        if min(tp, pp, cp) < 1 or world % (tp * pp * cp):
             raise ConfigError(
-                f"parallelism: tensor_model_parallel_size={tp} x pipeline_model_parallel_size={pp} "
-                f"does not divide the world of {world} ranks"
+                f"parallelism: tensor_model_parallel_size={tp} x pipeline_model_parallel_size={pp} x "
+                f"context_parallel_size={cp} does not divide the world of {world} ranks"
             )
-        ep, data = expert_model_parallel_size, world // (tp * pp)
-        if ep < 1 or data % ep:
+        ep, copies = expert_model_parallel_size, world // (tp * pp)
+        if ep < 1 or copies % ep:
             raise ConfigError(
-                f"parallelism.expert_model_parallel_size={ep} does not divide the {data} data-parallel ranks"
+                f"parallelism.expert_model_parallel_size={ep} does not divide the {copies} data-parallel ranks "
+                "(context-parallel ones included)"
             )
         if sequence_parallel and tp == 1:
             raise ConfigError(
@@ -204,9 +210,9 @@ class ParallelContext:
                 "pipeline_model_parallel_size > 1, got 1: chunks of one stage would follow one another anyway"
             )
         _allow_sequence_parallelism()
-        layout = RankLayout(tensor=tp, data=data, pipeline=pp, expert=ep)
+        layout = RankLayout(tensor=tp, context=cp, data=copies // cp, pipeline=pp, expert=ep)
         new_group = _group_maker(timeout_s)
-        required = {
+        groups = {
             name: _required(new_group(partition), name)
             for name, partition in (
                 ("tensor", layout.tensor_groups()),
@@ -214,23 +220,24 @@ class ParallelContext:
                 ("data", layout.data_groups()),
                 ("model", layout.model_groups()),
                 ("everyone", [list(range(world))]),
-                ("tensor_data", layout.tensor_data_groups()),
-                *layout.all_expert_groups(),
                 ("alone", [[rank] for rank in range(world)]),
             )
         }
-        if ep == 1:
-            # The same ranks as other groups; every group of its own would cost threads.
-            for name, same in (
-                ("expert", "alone"),
-                ("expert_data", "data"),
-                ("tensor_expert", "tensor"),
-                ("model_expert", "model"),
-            ):
-                required[name] = required[same]
+        # What is not in use has the ranks of another group; one of its own would cost threads.
+        for name, partition, used, same in (
+            ("context", layout.groups("context"), cp > 1, "alone"),
+            ("data_context", layout.groups("context", "data"), cp > 1, "data"),
+            ("tensor_context", layout.groups("tensor", "context"), cp > 1, "tensor"),
+            ("stage", layout.groups("tensor", "context", "data"), pp > 1, "everyone"),
+            ("expert", layout.expert_groups(), ep > 1, "alone"),
+            ("expert_data", layout.expert_data_groups(), ep > 1, "data_context"),
+            ("tensor_expert", layout.tensor_expert_groups(), ep > 1, "tensor"),
+            ("model_expert", layout.model_expert_groups(), ep > 1, "model"),
+        ):
+            groups[name] = _required(new_group(partition), name) if used else groups[same]
         embedding = new_group(layout.embedding_groups())
         return cls(
-            **required,
+            **groups,
             embedding=embedding,
             sequence_parallel=sequence_parallel,
             device=platform.device(),
@@ -248,6 +255,24 @@ class ParallelContext:
         return self.tensor.rank()
 
     @property
+    def cp_size(self) -> int:
+        """Ranks that each hold a part of every sequence."""
+        return self.context.size()
+
+    @property
+    def cp_rank(self) -> int:
+        """Position in the context group."""
+        return self.context.rank()
+
+    @property
+    def length_multiple(self) -> int:
+        """What the padded length of a sequence must be a multiple of: 2 chunks per context rank, so that causal
+        attention costs each the same, and the part of a context rank cut over the tensor group if
+        `sequence_parallel`.
+        """
+        return (2 * self.cp_size if self.cp_size > 1 else 1) * (self.tp_size if self.sequence_parallel else 1)
+
+    @property
     def pp_size(self) -> int:
         """Pipeline stages."""
         return self.pipeline.size()
@@ -259,7 +284,7 @@ class ParallelContext:
 
     @property
     def dp_size(self) -> int:
-        """Copies of the model; each trains on its share of every minibatch."""
+        """Shares that every minibatch is cut into; the context ranks of a share work on it together."""
         return self.data.size()
 
     @property
@@ -309,13 +334,12 @@ class ParallelContext:
             embd=self.embedding,
             pos_embd=None,
             dp=self.data,
-            dp_cp=self.data,
-            intra_dp_cp=self.data,
+            dp_cp=self.data_context,
+            intra_dp_cp=self.data_context,
             intra_dist_opt=self.everyone,
-            tp_dp_cp=self.tensor_data,
-            # No context parallelism: groups of one.
-            cp=self.alone,
-            tp_cp=self.tensor,
+            tp_dp_cp=self.stage,
+            cp=self.context,
+            tp_cp=self.tensor_context,
             # Experts are cut over the same tensor group as everything else.
             expt_tp=self.tensor,
             ep=self.expert,
@@ -324,15 +348,6 @@ class ParallelContext:
             expt_dp=self.expert_data,
             intra_expt_dp=self.expert_data,
         )
-
-
-def _refuse_unsupported(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size != 1:
-            raise ConfigError(
-                f"parallelism.{name}={size} is not supported yet; supported: 1 "
-                "(tensor, sequence, pipeline and data parallelism are)"
-            )
 
 
 def _required(group: dist.ProcessGroup | None, name: str) -> dist.ProcessGroup:
@@ -352,113 +367,3 @@ def _group_maker(timeout_s: float) -> Callable[[Sequence[Sequence[int]]], dist.P
         return mine
 
     return new_group
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankLayout:
-    """Pure arithmetic: which global ranks form which group. The groups of a kind share no rank.
-
-    `expert` neighbours on the data axis share out the experts; it divides `data`.
-    """
-
-    tensor: int
-    data: int
-    pipeline: int
-    expert: int = 1
-
-    def rank(self, *, tensor: int, data: int, pipeline: int) -> int:
-        """Global rank of a coordinate."""
-        return (pipeline * self.data + data) * self.tensor + tensor
-
-    def tensor_groups(self) -> list[list[int]]:
-        """Ranks that share every layer."""
-        return [
-            [self.rank(tensor=t, data=d, pipeline=p) for t in range(self.tensor)]
-            for p in range(self.pipeline)
-            for d in range(self.data)
-        ]
-
-    def data_groups(self) -> list[list[int]]:
-        """Ranks that hold the same parameters."""
-        return [
-            [self.rank(tensor=t, data=d, pipeline=p) for d in range(self.data)]
-            for p in range(self.pipeline)
-            for t in range(self.tensor)
-        ]
-
-    def pipeline_groups(self) -> list[list[int]]:
-        """Stages of one copy, first stage first."""
-        return [
-            [self.rank(tensor=t, data=d, pipeline=p) for p in range(self.pipeline)]
-            for d in range(self.data)
-            for t in range(self.tensor)
-        ]
-
-    def model_groups(self) -> list[list[int]]:
-        """All ranks of one copy."""
-        return [
-            [
-                self.rank(tensor=t, data=d, pipeline=p)
-                for p in range(self.pipeline)
-                for t in range(self.tensor)
-            ]
-            for d in range(self.data)
-        ]
-
-    def embedding_groups(self) -> list[list[int]]:
-        """First and last stage of each pipeline; the stages between are in none."""
-        return [sorted({ranks[0], ranks[-1]}) for ranks in self.pipeline_groups()]
-
-    def all_expert_groups(self) -> list[tuple[str, list[list[int]]]]:
-        """Names and groups of expert parallelism; nothing if it is not in use."""
-        if self.expert == 1:
-            return []
-        return [
-            ("expert", self.expert_groups()),
-            ("expert_data", self.expert_data_groups()),
-            ("tensor_expert", self.tensor_expert_groups()),
-            ("model_expert", self.model_expert_groups()),
-        ]
-
-    def expert_groups(self) -> list[list[int]]:
-        """Ranks that hold different experts of the same layers."""
-        return [
-            ranks[start : start + self.expert]
-            for ranks in self.data_groups()
-            for start in range(0, self.data, self.expert)
-        ]
-
-    def expert_data_groups(self) -> list[list[int]]:
-        """Ranks that hold the same experts."""
-        return [ranks[start :: self.expert] for ranks in self.data_groups() for start in range(self.expert)]
-
-    def tensor_expert_groups(self) -> list[list[int]]:
-        """Tensor x expert, tensor fastest: the ranks that a token may be sent to."""
-        return [
-            [
-                self.rank(tensor=t, data=first + e, pipeline=p)
-                for e in range(self.expert)
-                for t in range(self.tensor)
-            ]
-            for p in range(self.pipeline)
-            for first in range(0, self.data, self.expert)
-        ]
-
-    def model_expert_groups(self) -> list[list[int]]:
-        """Tensor x expert x pipeline: one copy of the experts."""
-        return [
-            [
-                self.rank(tensor=t, data=first + e, pipeline=p)
-                for p in range(self.pipeline)
-                for e in range(self.expert)
-                for t in range(self.tensor)
-            ]
-            for first in range(0, self.data, self.expert)
-        ]
-
-    def tensor_data_groups(self) -> list[list[int]]:
-        """Tensor x data: all ranks of a pipeline stage."""
-        return [
-            [self.rank(tensor=t, data=d, pipeline=p) for d in range(self.data) for t in range(self.tensor)]
-            for p in range(self.pipeline)
-        ]

@@ -4,7 +4,8 @@ Policy and WeightSource; driven by the loop on every rank in the same order.
 Invariant: scoring and training compute the same function (dropout 0, same kernels, same temperature), so
 before the first update of a step the PPO ratio is 1 up to rounding.
 
-Shape legend: B sequences, T token positions (right-padded), V vocabulary entries of this rank.
+Shape legend: B sequences, T token positions (right-padded); S rows that the model sees, L positions of a row on
+this rank (see `mcore.sequences`); V vocabulary entries of this rank.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import torch
 from torch import Tensor
 
 from megatron_ppo.data.batch import TrainBatch
+from megatron_ppo.data.microbatch_plan import BatchPolicy, fixed_size
 from megatron_ppo.loop.residency import WEIGHTS, Part
 from megatron_ppo.mcore import platform
 from megatron_ppo.mcore.parallel import ParallelContext
 from megatron_ppo.mcore.residence import Residence
 from megatron_ppo.mcore.settings import OptimizerSettings, Precision, SchedulerSettings
-from megatron_ppo.mcore.vocab_parallel import next_token_entropy, next_token_logprobs
+from megatron_ppo.mcore.vocab_parallel import vocab_parallel_entropy, vocab_parallel_logprobs
 from megatron_ppo.mcore.weights import export_hf_weights, hf_weight_metadata
 from megatron_ppo.numerics.loss_output import LossCounts, LossOutput, share
 from megatron_ppo.numerics.loss_settings import PolicyLossSettings
@@ -32,6 +34,7 @@ from megatron_ppo.protocol.errors import ConfigError
 from megatron_ppo.protocol.weights import TensorMeta
 
 if TYPE_CHECKING:
+    from megatron_ppo.mcore.sequences import Microbatch
     from megatron_ppo.mcore.trained_model import TrainedModel
 
 
@@ -44,6 +47,8 @@ class MegatronPolicy:
         precision: of parameters and activations; gradients and the optimizer are float32 in both.
         train_micro_batch_size, logprob_batch_size: sequences per forward pass and data-parallel rank, at
             most. Neither changes a result, only memory and speed.
+        train_batches, score_batches: other ways to cut a batch, in place of these two: by a token budget, padded
+            or packed.
         temperature: of sampling, > 0; log-probs and entropy are those of softmax(logits / temperature).
         reference: keep a second, frozen copy of the initial weights for `reference_logprobs`.
         seed: of Megatron's generators.
@@ -60,6 +65,8 @@ class MegatronPolicy:
         train_micro_batch_size: int,
         logprob_batch_size: int,
         pad_token_id: int,
+        train_batches: BatchPolicy | None = None,
+        score_batches: BatchPolicy | None = None,
         precision: Precision = "fp32",
         temperature: float = 1.0,
         loss: PolicyLossSettings | None = None,
@@ -78,8 +85,8 @@ class MegatronPolicy:
             precision=precision,
             optimizer=optimizer,
             scheduler=scheduler,
-            train_micro_batch_size=train_micro_batch_size,
-            forward_batch_size=logprob_batch_size,
+            train_batches=train_batches or fixed_size("train_micro_batch_size", train_micro_batch_size),
+            score_batches=score_batches or fixed_size("logprob_batch_size", logprob_batch_size),
             pad_token_id=pad_token_id,
             seed=seed,
             value_head=False,
@@ -142,47 +149,50 @@ class MegatronPolicy:
         if not used > 0.0:
             raise ValueError(f"temperature must be > 0, got {used}")
 
-        def score(output_BTV: Tensor, microbatch: TrainBatch) -> Tensor:
-            return self._logprobs(self._logits(output_BTV, used), microbatch)
+        def score(output_SLV: Tensor, microbatch: Microbatch) -> Tensor:
+            return self._logprobs(self._logits(output_SLV, used), microbatch)
 
         return self.trained.tokens(batch, score, modules)
 
-    def _logits(self, output_BTV: Tensor, temperature: float) -> Tensor:
+    def _logits(self, output_SLV: Tensor, temperature: float) -> Tensor:
         """float32, without the padded end of the vocabulary, temperature applied."""
         start = self._vocab_start
-        real = min(self.trained.model.vocab_size - start, output_BTV.shape[-1])
-        logits_BTV = output_BTV[..., :real].float()
-        return logits_BTV if temperature == 1.0 else logits_BTV / temperature
+        real = min(self.trained.model.vocab_size - start, output_SLV.shape[-1])
+        logits_SLV = output_SLV[..., :real].float()
+        return logits_SLV if temperature == 1.0 else logits_SLV / temperature
 
-    def _logprobs(self, logits_BTV: Tensor, microbatch: TrainBatch) -> Tensor:
-        return next_token_logprobs(
-            logits_BTV,
-            microbatch.token_ids_BT,
+    def _logprobs(self, logits_SLV: Tensor, microbatch: Microbatch) -> Tensor:
+        """[B, T]"""
+        logprobs_SL = vocab_parallel_logprobs(
+            logits_SLV,
+            microbatch.target_ids_SL,
             group=self.trained.parallel.tensor,
             vocab_start=self._vocab_start,
         )
+        return microbatch.to_tokens(logprobs_SL)
 
     @property
     def _vocab_start(self) -> int:
         parallel = self.trained.parallel
         return parallel.tp_rank * (self.trained.model.padded_vocab_size(parallel.tp_size) // parallel.tp_size)
 
-    def _minibatch_loss(self, output_BTV: Tensor, microbatch: TrainBatch, counts: LossCounts) -> LossOutput:
-        logits_BTV = self._logits(output_BTV, self._temperature)
+    def _minibatch_loss(self, output_SLV: Tensor, microbatch: Microbatch, counts: LossCounts) -> LossOutput:
+        logits_SLV, batch = self._logits(output_SLV, self._temperature), microbatch.batch
         result = policy_loss(
-            logprobs_BT=self._logprobs(logits_BTV, microbatch),
-            old_logprobs_BT=_filled(microbatch.old_logprobs_BT, "old_logprobs_BT"),
-            generation_logprobs_BT=microbatch.generation_logprobs_BT,
-            ref_logprobs_BT=microbatch.ref_logprobs_BT,
-            advantages_BT=_filled(microbatch.advantages_BT, "advantages_BT"),
-            response_mask_BT=microbatch.response_mask_BT,
-            sample_mask_B=microbatch.sample_mask_B,
-            reward_B=microbatch.reward_B,
+            logprobs_BT=self._logprobs(logits_SLV, microbatch),
+            old_logprobs_BT=_filled(batch.old_logprobs_BT, "old_logprobs_BT"),
+            generation_logprobs_BT=batch.generation_logprobs_BT,
+            ref_logprobs_BT=batch.ref_logprobs_BT,
+            advantages_BT=_filled(batch.advantages_BT, "advantages_BT"),
+            response_mask_BT=batch.response_mask_BT,
+            sample_mask_B=batch.sample_mask_B,
+            reward_B=batch.reward_B,
             settings=self._loss,
             counts=counts,
         )
-        mask_BT = trainable_mask(microbatch.response_mask_BT, microbatch.sample_mask_B)
-        entropy_BT = next_token_entropy(logits_BTV.detach(), group=self.trained.parallel.tensor)
+        mask_BT = trainable_mask(batch.response_mask_BT, batch.sample_mask_B)
+        entropy_SL = vocab_parallel_entropy(logits_SLV.detach(), group=self.trained.parallel.tensor)
+        entropy_BT = microbatch.to_tokens(entropy_SL)
         metrics = {**result.metrics, "train/entropy": share(entropy_BT, mask_BT, counts.valid_tokens)}
         return LossOutput(loss=result.loss, sequence_loss_B=result.sequence_loss_B, metrics=metrics)
 

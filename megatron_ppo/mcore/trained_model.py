@@ -11,6 +11,7 @@ Shape legend: B sequences, T token positions (right-padded), V vocabulary entrie
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import math
@@ -27,11 +28,14 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megatron_ppo.data.batch import TrainBatch
+from megatron_ppo.data.microbatch_plan import BatchPolicy, FixedSize, MicrobatchPlan, TokenBudget, plan
 from megatron_ppo.loop.residency import EVERYTHING, WEIGHTS
 from megatron_ppo.mcore import forward, model, optimizer
 from megatron_ppo.mcore.hf_config import HFModelConfig, read_hf_config
 from megatron_ppo.mcore.parallel import ParallelContext
 from megatron_ppo.mcore.residence import Residence, trained_tensors
+from megatron_ppo.mcore.schedule import fewest_microbatches, largest_microbatch
+from megatron_ppo.mcore.sequences import Microbatch, microbatches
 from megatron_ppo.mcore.settings import OptimizerSettings, Precision, SchedulerSettings
 from megatron_ppo.mcore.weights import WeightMap, load_hf_weights, named_parameters
 from megatron_ppo.numerics.loss_output import LossCounts, LossOutput
@@ -43,20 +47,25 @@ logger = logging.getLogger(__name__)
 _DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 # (model output, microbatch, counts of the whole minibatch) -> loss share and metrics
-MinibatchLoss = Callable[[Tensor, TrainBatch, LossCounts], LossOutput]
+MinibatchLoss = Callable[[Tensor, Microbatch, LossCounts], LossOutput]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """What policy and critic have in common. See `MegatronPolicy` for the fields."""
+    """What policy and critic have in common. See `MegatronPolicy` for the fields.
+
+    Attributes:
+        train_batches, score_batches: how passes with and without gradient are cut into microbatches. Their
+            `multiple` is the layout's, whatever they say. Neither changes a result.
+    """
 
     folder: Path
     parallel: ParallelContext
     precision: Precision
     optimizer: OptimizerSettings
     scheduler: SchedulerSettings
-    train_micro_batch_size: int
-    forward_batch_size: int
+    train_batches: BatchPolicy
+    score_batches: BatchPolicy
     pad_token_id: int
     seed: int
     value_head: bool
@@ -64,9 +73,6 @@ class ModelSettings:
     def __post_init__(self) -> None:
         if self.precision not in _DTYPES:
             raise ConfigError(f"precision must be one of {', '.join(_DTYPES)}, got {self.precision!r}")
-        for name in ("train_micro_batch_size", "forward_batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be >= 1, got {getattr(self, name)}")
 
 
 class TrainedModel:
@@ -156,8 +162,29 @@ class TrainedModel:
             self.parallel,
             batch,
             function,
-            microbatch_size=self.settings.forward_batch_size,
+            plan=self._plan(batch, self.settings.score_batches, may_repeat=True),
+            packed=_is_packed(self.settings.score_batches),
             pad_token_id=self.settings.pad_token_id,
+        )
+
+    def _plan(self, batch: TrainBatch, policy: BatchPolicy, *, may_repeat: bool) -> MicrobatchPlan:
+        """Which rows go into which microbatch of which data-parallel rank; the same on every rank."""
+        parallel = self.parallel
+        policy = dataclasses.replace(policy, multiple=parallel.length_multiple)
+        fewest = fewest_microbatches(stages=parallel.pp_size, chunks=parallel.virtual_size)
+        if isinstance(policy, FixedSize) and not may_repeat:
+            share = max(1, len(batch) // parallel.dp_size)
+            size = largest_microbatch(
+                share, wanted=policy.sequences, stages=parallel.pp_size, chunks=parallel.virtual_size
+            )
+            # Now there are at least as many as needed, and they need not be a multiple.
+            policy, fewest = dataclasses.replace(policy, sequences=size), 1
+        return plan(
+            batch.length_B.tolist(),
+            data_parallel_size=parallel.dp_size,
+            policy=policy,
+            microbatch_multiple=fewest,
+            may_repeat=may_repeat,
         )
 
     def update(self, minibatches: Sequence[TrainBatch], loss: MinibatchLoss, prefix: str) -> dict[str, float]:
@@ -180,22 +207,24 @@ class TrainedModel:
 
     def _step(self, minibatch: TrainBatch, loss: MinibatchLoss, prefix: str) -> dict[str, MetricPart]:
         counts = LossCounts.of(minibatch)
-        microbatches = forward.split_microbatches(
-            forward.data_parallel_share(minibatch, self.parallel),
-            self.settings.train_micro_batch_size,
+        policy = self.settings.train_batches
+        mine = microbatches(
+            minibatch,
+            self._plan(minibatch, policy, may_repeat=False).shares[self.parallel.dp_rank],
             self.parallel,
+            packed=_is_packed(policy),
             pad_token_id=self.settings.pad_token_id,
         )
         self._zero_gradients()
 
-        def share(output: Tensor, microbatch: TrainBatch) -> tuple[Tensor, _Report]:
+        def share(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, _Report]:
             result = loss(output, microbatch, counts)
             bad_B = ~torch.isfinite(result.sequence_loss_B)
-            ordinals = tuple(microbatch.ordinal_B[bad_B].tolist())
+            ordinals = tuple(microbatch.batch.ordinal_B[bad_B].tolist())
             # A finite sum of shares is not promised to have a finite gradient; the norm is checked as well.
             return result.loss, _Report(metrics=result.metrics, bad_ordinals=ordinals)
 
-        reports = forward.training_pass(self.modules, self.config, self.parallel, microbatches, share)
+        reports = forward.training_pass(self.modules, self.config, self.parallel, mine, share)
         self._raise_if_loss_is_bad(reports)
         norm = self._apply(minibatch)
         metrics = self._reduce([report.metrics for report in reports])
@@ -284,6 +313,10 @@ class TrainedModel:
 class _Report:
     metrics: Mapping[str, MetricPart]
     bad_ordinals: tuple[int, ...]
+
+
+def _is_packed(policy: BatchPolicy) -> bool:
+    return isinstance(policy, TokenBudget) and policy.packed
 
 
 def _with_precision(gpt: Any, trained: TrainedModel) -> torch.nn.Module:

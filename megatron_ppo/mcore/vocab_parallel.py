@@ -15,44 +15,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def next_token_logprobs(
-    logits_BTV: Tensor, token_ids_BT: Tensor, *, group: dist.ProcessGroup, vocab_start: int
+def vocab_parallel_logprobs(
+    logits_BTV: Tensor, target_BT: Tensor, *, group: dist.ProcessGroup, vocab_start: int
 ) -> Tensor:
-    """float32 [B, T] nats; entry j is the log-prob of token j, from the logits at j - 1; entry 0 is 0.
+    """float32 [B, T] nats; log softmax of the logits over the whole vocabulary, at the targets.
 
     Args:
         logits_BTV: float32, this rank's vocabulary entries [vocab_start, vocab_start + V); temperature
             applied.
-        token_ids_BT: int64, on every rank the same.
+        target_BT: int64, on every rank the same.
     Differentiable with respect to the logits; the gradient of the others is not needed on this rank.
     """
-    shifted_BT = vocab_parallel_logprobs(
-        logits_BTV[:, :-1], token_ids_BT[:, 1:], group=group, vocab_start=vocab_start
-    )
-    return torch.nn.functional.pad(shifted_BT, (1, 0))
-
-
-def vocab_parallel_logprobs(
-    logits_BTV: Tensor, target_BT: Tensor, *, group: dist.ProcessGroup, vocab_start: int
-) -> Tensor:
-    """float32 [B, T] nats; log softmax of the logits over the whole vocabulary, at the targets."""
     result: Tensor = _VocabParallelLogProbs.apply(logits_BTV, target_BT, group, vocab_start)
     return result
 
 
 @torch.no_grad()
-def next_token_entropy(logits_BTV: Tensor, *, group: dist.ProcessGroup) -> Tensor:
-    """float32 [B, T] nats; entry j is the exact entropy of the distribution of token j; entry 0 is 0. No
-    gradient.
+def vocab_parallel_entropy(logits_BTV: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    """float32 [B, T] nats; the exact entropy of each position's distribution. No gradient.
 
     H = log Z - Σ_v p_v x_v with x the logits less their maximum and Z = Σ_v exp(x_v).
     """
-    centred_BTV = logits_BTV[:, :-1] - _global_maximum(logits_BTV[:, :-1], group)[..., None]
+    centred_BTV = logits_BTV - _global_maximum(logits_BTV, group)[..., None]
     weight_BTV = centred_BTV.exp()
     sums = torch.stack([weight_BTV.sum(-1), (weight_BTV * centred_BTV).sum(-1)])
     dist.all_reduce(sums, group=group)
-    entropy_BT = sums[0].log() - sums[1] / sums[0]
-    return torch.nn.functional.pad(entropy_BT, (1, 0))
+    return sums[0].log() - sums[1] / sums[0]
 
 
 def _global_maximum(logits_BTV: Tensor, group: dist.ProcessGroup) -> Tensor:

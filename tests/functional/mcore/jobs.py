@@ -155,13 +155,44 @@ def scored(model: MegatronPolicy | MegatronCritic, batch: TrainBatch) -> Tensor:
     return model.logprobs(batch) if isinstance(model, MegatronPolicy) else model.values(batch)
 
 
+def full_gradients(model: MegatronPolicy | MegatronCritic) -> dict[str, Tensor]:
+    """What the optimizer is about to use, in the names and shapes of `full_parameters`; before clipping."""
+    trained = model.trained
+    for module in trained.modules:
+        for buffer in module.buffers + module.expert_parallel_buffers:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                # Each rank of the group has reduced its own part.
+                mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+    parameters = [parameter for chunk in trained.chunks for parameter in chunk.parameters()]
+    kept = [parameter.detach().clone() for parameter in parameters]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(parameter.main_grad)  # type: ignore[attr-defined]
+        gradients = full_parameters(model)
+        for parameter, value in zip(parameters, kept, strict=True):
+            parameter.copy_(value)
+    return gradients
+
+
 def train(*, kind: str, folder: str, layout: Layout, steps: int = 3, **changes: Any) -> dict[str, Any]:
-    """`steps` updates of one minibatch each; metrics of each, then all weights and scores."""
+    """`steps` updates of one minibatch each; metrics of each, the first gradients, then all weights and scores."""
     with context(layout) as parallel:
         model = build(kind, folder, parallel, **changes)
+        gradients: dict[str, Tensor] = {}
+        step_of_model = model.trained._apply
+
+        def watched(minibatch: TrainBatch) -> float:
+            if not gradients:
+                gradients.update(full_gradients(model))
+            return step_of_model(minibatch)
+
+        model.trained._apply = watched  # type: ignore[method-assign]
         metrics = [model.update([random_batch(seed=step)]) for step in range(steps)]
         return {
             "metrics": metrics,
+            "gradients": gradients,
             "parameters": full_parameters(model),
             "scores": scored(model, random_batch()),
             "hash": model.parameters_hash(),

@@ -9,23 +9,37 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ppo.data.microbatch_plan import TokenBudget
 from tests.functional.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.megatron
 
 JOBS = "tests.functional.mcore.jobs:"
 Layout = dict[str, int | bool]
-LAYOUTS: dict[str, Layout] = {
-    "tp2": {"tensor_model_parallel_size": 2},
-    "tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "pp2": {"pipeline_model_parallel_size": 2},
-    "dp2": {},
+TP2: Layout = {"tensor_model_parallel_size": 2}
+SP: Layout = {"sequence_parallel": True}
+PP2: Layout = {"pipeline_model_parallel_size": 2}
+CP2: Layout = {"context_parallel_size": 2}
+LAYOUTS: dict[str, Layout] = {"tp2": TP2, "tp2_sp": TP2 | SP, "pp2": PP2, "dp2": {}, "cp2": CP2}
+LAYOUTS_OF_FOUR: dict[str, Layout] = {
+    "tp2_cp2": TP2 | CP2,
+    "tp2_sp_cp2": TP2 | SP | CP2,
+    "cp2_dp2": CP2,
+    "cp2_pp2": CP2 | PP2,
+    "cp4": {"context_parallel_size": 4},
+}
+# Sequences have 7 to 14 tokens: 2 to 5 of them in a microbatch, of different numbers.
+PACKED = {
+    "train_batches": TokenBudget(tokens=40, packed=True),
+    "score_batches": TokenBudget(tokens=32, packed=True),
 }
 # float32 sums in another order: relative differences of a few 1e-7 per reduction, grown over three steps.
 RELATIVE = 1e-5
 # Adam divides by the root of the second moment, so where the true gradient is 0 (key biases) it amplifies
 # rounding to the size of the learning rate, 1e-4: three such steps may differ by a small part of it.
 PARAMETER_ABSOLUTE = 1e-6
+# Of the largest entry of a tensor's gradient: sums of thousands of terms, most of them much larger than the sum.
+GRADIENT_RELATIVE = 1e-5
 # Values are read after the steps and sum over the whole network.
 VALUE_RELATIVE = 1e-4
 
@@ -54,6 +68,10 @@ def assert_same_training(seen: dict[str, Any], expected: dict[str, Any], prefix:
         for name, value in theirs.items():
             # Divergences are differences of near-equal numbers, hence the absolute part.
             assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-6), f"{name} of step {step}"
+    scale = max(float(tensor.abs().max()) for tensor in expected["gradients"].values())
+    for name, tensor in expected["gradients"].items():
+        difference = float((seen["gradients"][name] - tensor).abs().max())
+        assert difference <= GRADIENT_RELATIVE * scale, f"gradient of {name}"
     for name, tensor in expected["parameters"].items():
         torch.testing.assert_close(
             seen["parameters"][name],
@@ -65,6 +83,18 @@ def assert_same_training(seen: dict[str, Any], expected: dict[str, Any], prefix:
     torch.testing.assert_close(seen["scores"], expected["scores"], rtol=VALUE_RELATIVE, atol=1e-5)
 
 
+def assert_trains_like_one_process(
+    workers: WorkerGroup, folder: Path, expected: dict[str, Any], kind: str, world_size: int, **job: Any
+) -> None:
+    ranks = workers.run(JOBS + "train", kind=kind, folder=str(folder), world_size=world_size, **job)
+    for rank in ranks:
+        assert_same_training(rank, expected, "train" if kind == "policy" else "train/critic")
+        # Results are not only close but the same on every rank, so that all ranks take the same decisions.
+        assert rank["metrics"] == ranks[0]["metrics"]
+        assert torch.equal(rank["scores"], ranks[0]["scores"])
+        assert rank["hash"] == ranks[0]["hash"]
+
+
 @pytest.mark.parametrize("kind", ["policy", "critic"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_of_two_ranks_trains_like_one_process(
@@ -74,16 +104,38 @@ def test_a_layout_of_two_ranks_trains_like_one_process(
     layout: str,
     kind: str,
 ) -> None:
-    folder = str(tiny_model("qwen2"))
-    ranks = workers.run(JOBS + "train", kind=kind, folder=folder, layout=LAYOUTS[layout])
     expected = one_process(kind, "qwen2")
-    prefix = "train" if kind == "policy" else "train/critic"
-    for rank in ranks:
-        assert_same_training(rank, expected, prefix)
-    # Results are not only close but the same on every rank, so that all ranks take the same decisions.
-    assert ranks[0]["metrics"] == ranks[1]["metrics"]
-    assert torch.equal(ranks[0]["scores"], ranks[1]["scores"])
-    assert ranks[0]["hash"] == ranks[1]["hash"]
+    assert_trains_like_one_process(workers, tiny_model("qwen2"), expected, kind, 2, layout=LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+@pytest.mark.parametrize("layout", LAYOUTS_OF_FOUR)
+def test_a_layout_of_four_ranks_trains_like_one_process(
+    workers: WorkerGroup,
+    tiny_model: Callable[[str], Path],
+    one_process: Callable[[str, str], dict[str, Any]],
+    layout: str,
+    kind: str,
+) -> None:
+    expected = one_process(kind, "qwen2")
+    assert_trains_like_one_process(
+        workers, tiny_model("qwen2"), expected, kind, 4, layout=LAYOUTS_OF_FOUR[layout]
+    )
+
+
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+@pytest.mark.parametrize("layout", ["tp2_sp", "pp2", "dp2", "cp2", "tp2_sp_cp2"])
+def test_packed_sequences_train_like_padded_ones(
+    workers: WorkerGroup,
+    tiny_model: Callable[[str], Path],
+    one_process: Callable[[str, str], dict[str, Any]],
+    layout: str,
+    kind: str,
+) -> None:
+    expected = one_process(kind, "qwen2")
+    world_size = 2 if layout in LAYOUTS else 4
+    changes = {**PACKED, "layout": (LAYOUTS | LAYOUTS_OF_FOUR)[layout]}
+    assert_trains_like_one_process(workers, tiny_model("qwen2"), expected, kind, world_size, **changes)
 
 
 @pytest.mark.parametrize("layout", ["tp2_sp", "pp2"])
@@ -177,7 +229,7 @@ def test_bf16_trains_close_to_fp32(
     [
         ({"tensor_model_parallel_size": 3}, ("tensor_model_parallel_size=3", "2 ranks")),
         ({"sequence_parallel": True}, ("sequence_parallel", "> 1, got 1")),
-        ({"context_parallel_size": 2}, ("context_parallel_size=2", "not supported yet")),
+        ({"context_parallel_size": 3}, ("context_parallel_size=3", "2 ranks")),
         ({"expert_model_parallel_size": 2}, ("expert_model_parallel_size=2", "Qwen2ForCausalLM has none")),
         ({"expert_model_parallel_size": 3}, ("expert_model_parallel_size=3", "2 data-parallel ranks")),
         (
