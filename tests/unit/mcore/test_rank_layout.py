@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ppo.mcore.rank_layout import Axis, RankLayout
@@ -15,6 +15,7 @@ SIZES = st.integers(min_value=1, max_value=4)
 AXES: tuple[Axis, ...] = ("tensor", "context", "data", "pipeline")
 
 
+@settings(deadline=None)
 @given(
     tensor=SIZES, context=SIZES, data=SIZES, pipeline=SIZES, axes=st.sets(st.sampled_from(AXES), min_size=1)
 )
@@ -30,6 +31,7 @@ def test_each_kind_of_group_covers_every_rank_once(
     assert all(group == sorted(group) for group in groups)
 
 
+@settings(deadline=None)
 @given(tensor=SIZES, data=SIZES, pipeline=SIZES)
 def test_two_ranks_share_at_most_one_kind_of_line(tensor: int, data: int, pipeline: int) -> None:
     # Coordinates are unique, so a tensor and a data group have exactly one rank in common, or none.
@@ -62,6 +64,7 @@ def test_only_first_and_last_stage_share_embeddings() -> None:
     assert RankLayout(tensor=1, data=1, pipeline=1).embedding_groups() == [[0]]
 
 
+@settings(deadline=None)
 @given(tensor=SIZES, copies=SIZES, expert=SIZES, pipeline=SIZES)
 def test_expert_groups_cover_every_rank_once_and_refine_the_data_groups(
     tensor: int, copies: int, expert: int, pipeline: int
