@@ -28,11 +28,11 @@ from megatron_ppo.config.checks import derive
 from megatron_ppo.config.compose import load
 from megatron_ppo.data.tasks import build_task
 from megatron_ppo.mcore.parallel import distributed_runtime
-from megatron_ppo.protocol.weights import WeightManifest
 from megatron_ppo.ray_actors.cluster import start_local_cluster
 from megatron_ppo.refit.broadcast import BroadcastRefit
 from megatron_ppo.telemetry.process_log import redirect_process_output
 from megatron_ppo.transport.broadcast_group import BroadcastStore
+from megatron_ppo.transport.streams import manifest_for
 
 TIMEOUT_S = 120.0
 _UNMEASURED = 2
@@ -156,7 +156,7 @@ def _bench(name: str, overrides: Sequence[str]) -> Iterator[Bench]:
         )
         stack.callback(refit.close)
         metadata = policy.weight_metadata()
-        buckets = WeightManifest(tensors=metadata, bucket_bytes=config.refit.bucket_bytes).buckets()
+        buckets = manifest_for(metadata, staging_bytes=config.refit.bucket_bytes).buckets()
         versions = iter(range(10**6))
 
         def push() -> dict[str, float]:

@@ -308,7 +308,11 @@ class VllmEngine:
             raise RefitError("receive_weights was called without begin_refit")
         llm = self._live()
         tensors = [[meta.name, list(meta.shape), meta.dtype] for meta in manifest.tensors]
-        update = {"tensors": tensors, "bucket_bytes": manifest.bucket_bytes}
+        update = {
+            "tensors": tensors,
+            "bucket_bytes": manifest.bucket_bytes,
+            "verify_checksum": manifest.verify_checksum,
+        }
         self._weights_complete = False
         async with self._refit_errors("receiving weights"):
             await llm.start_weight_update()

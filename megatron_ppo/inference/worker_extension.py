@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from megatron_ppo.protocol.errors import RefitError
 from megatron_ppo.protocol.weights import RefitGroupSpec, TensorMeta, WeightManifest
 from megatron_ppo.transport.broadcast_group import BroadcastGroup
-from megatron_ppo.transport.buckets import views_of_bucket
+from megatron_ppo.transport.streams import receive_stream
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
     tensors: list[list[Any]]
     bucket_bytes: int
+    verify_checksum: bool
 
 
 class BroadcastWeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -102,16 +103,11 @@ class BroadcastWeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             torch.cuda.synchronize(self.device)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Confirm the manifest, then load bucket after bucket."""
+        """Confirm the manifest, then load bucket after bucket; the next one arrives meanwhile."""
         if self._group is None:
             raise RefitError("no refit group has been joined; join_refit_group comes first")
-        manifest = _manifest(update_info)
-        self._group.accept_manifest(manifest.digest())
-        for bucket in manifest.buckets():
-            # A fresh buffer each time: layers that are not complete yet keep views of older ones.
-            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
-            self._group.broadcast(buffer)
-            loaded = self.model.load_weights(iter(views_of_bucket(bucket, buffer)))
+        for tensors in receive_stream(self._group, _manifest(update_info)):
+            loaded = self.model.load_weights(iter(tensors))
             # A model whose loader reports nothing cannot be checked for completeness.
             self._loaded = None if loaded is None or self._loaded is None else self._loaded | set(loaded)
 
@@ -138,7 +134,9 @@ def _manifest(info: UpdateInfo) -> WeightManifest:
     tensors = tuple(
         TensorMeta(name=name, shape=tuple(shape), dtype=dtype) for name, shape, dtype in info.tensors
     )
-    return WeightManifest(tensors=tensors, bucket_bytes=info.bucket_bytes)
+    return WeightManifest(
+        tensors=tensors, bucket_bytes=info.bucket_bytes, verify_checksum=info.verify_checksum
+    )
 
 
 def _forget_partial_reload(model: nn.Module) -> None:

@@ -41,14 +41,16 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightManifest:
-    """Everything that one publish sends, in order."""
+    """Everything that one publish sends, in order. `verify_checksum`: with a checksum of every tensor beside it."""
 
     tensors: tuple[TensorMeta, ...]
     bucket_bytes: int
+    verify_checksum: bool = False
 
     def digest(self) -> str:
-        """SHA-256 over names, shapes, dtypes and bucket size."""
-        text = json.dumps([[t.name, t.shape, t.dtype] for t in self.tensors] + [self.bucket_bytes])
+        """SHA-256 over names, shapes, dtypes, bucket size and whether checksums go with the tensors."""
+        tensors = [[t.name, t.shape, t.dtype] for t in self.tensors]
+        text = json.dumps([*tensors, self.bucket_bytes, self.verify_checksum])
         return hashlib.sha256(text.encode()).hexdigest()
 
     def buckets(self) -> Iterator[Bucket]:

@@ -234,9 +234,14 @@ class InferenceGroup:
     # refit.fleet.EngineFleet
 
     @property
-    def num_workers(self) -> int:
-        """Workers of all replicas."""
-        return len(self._handles) * self._tensor_parallel_size
+    def worker_names(self) -> list[str]:
+        """Workers of all replicas, those of replica 0 first."""
+        workers = range(self._tensor_parallel_size)
+        return [
+            f"engine replica {replica}" + (f", worker {worker}" if len(workers) > 1 else "")
+            for replica in range(len(self._handles))
+            for worker in workers
+        ]
 
     def join_refit_group(self, spec: RefitGroupSpec) -> RayPendingCalls:
         """Replica r takes the ranks `spec.rank_offset` + r·tp and following."""

@@ -5,7 +5,8 @@ sending and steering the engines is rank 0's part.
 
 Invariants: `push` returns on every rank only when every engine serves `version`, and raises on every rank
 otherwise, with the engines paused. Every rank iterates the weight source to its end in both cases, because a
-rank that stopped early would leave its peers in a gather. The sender holds one bucket and one tensor at most.
+rank that stopped early would leave its peers in a gather. The sender holds `bucket_bytes` of staging memory and
+what the source gathers at a time, see `transport.streams`.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ from torch import Tensor
 
 from megatron_ppo.loop.ports import Metrics, WeightSource
 from megatron_ppo.protocol.errors import RefitError
-from megatron_ppo.protocol.weights import WeightManifest
 from megatron_ppo.refit.agreement import Agree, single_rank
 from megatron_ppo.refit.fleet import EngineFleet
 from megatron_ppo.transport.broadcast_group import SENDER_RANK, BroadcastGroup, BroadcastStore
-from megatron_ppo.transport.buckets import pack_bucket
+from megatron_ppo.transport.streams import manifest_for, send_stream
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,9 @@ class BroadcastRefit:
         sink: the engines; on rank 0 only, None elsewhere.
         store: the rendezvous, kept for the whole run; on rank 0 only, None elsewhere.
         device: where the weights are broadcast from: "cuda" with NCCL, "cpu" with gloo.
-        bucket_bytes: size of one broadcast; a larger tensor travels alone.
+        bucket_bytes: staging memory of the sender; one broadcast carries a half of it, the other half is filled
+            meanwhile. A larger tensor travels alone, from the source's memory.
+        verify_checksum: the engines compare a checksum of every tensor before they load it.
         in_flight: freeze running requests instead of letting them finish first.
         recompute_kv: frozen requests rebuild their key-value cache under the new weights.
         timeout_s: longest wait for the engines to pause, to receive one bucket, or to go on.
@@ -51,6 +53,7 @@ class BroadcastRefit:
         store: BroadcastStore | None,
         device: torch.device | str = "cpu",
         bucket_bytes: int = 32 * 2**20,
+        verify_checksum: bool = False,
         in_flight: bool = False,
         recompute_kv: bool = False,
         timeout_s: float = 120.0,
@@ -63,6 +66,7 @@ class BroadcastRefit:
         self._store = store
         self._device = torch.device(device)
         self._bucket_bytes = bucket_bytes
+        self._verify_checksum = verify_checksum
         self._in_flight = in_flight
         self._recompute_kv = recompute_kv
         self._timeout_s = timeout_s
@@ -120,11 +124,14 @@ class BroadcastRefit:
         if self._sink is None or self._store is None or self._group is not None:
             return
         self._generation += 1
+        names = self._sink.worker_names
         spec = self._store.spec(
-            generation=self._generation, rank_offset=SENDER_RANK + 1, world_size=1 + self._sink.num_workers
+            generation=self._generation, rank_offset=SENDER_RANK + 1, world_size=1 + len(names)
         )
         joining = self._sink.join_refit_group(spec)
-        self._group = BroadcastGroup(spec, rank=SENDER_RANK, device=self._device, store=self._store)
+        self._group = BroadcastGroup(
+            spec, rank=SENDER_RANK, device=self._device, store=self._store, receiver_names=names
+        )
         joining.wait(timeout_s=self._timeout_s)
 
     def _pause(self) -> None:
@@ -143,15 +150,13 @@ class BroadcastRefit:
             raise RefitError(f"the weight source yielded {surplus} more tensors than its metadata lists")
 
     def _send_buckets(self, sink: EngineFleet, group: BroadcastGroup, tensors: Iterator[Tensor]) -> None:
-        manifest = WeightManifest(tensors=self._source.weight_metadata(), bucket_bytes=self._bucket_bytes)
-        buckets = list(manifest.buckets())
-        buffer = torch.empty(
-            max(bucket.num_bytes for bucket in buckets), dtype=torch.uint8, device=self._device
+        manifest = manifest_for(
+            self._source.weight_metadata(),
+            staging_bytes=self._bucket_bytes,
+            verify_checksum=self._verify_checksum,
         )
         receiving = sink.receive_weights(manifest)
-        group.offer_manifest(manifest.digest(), check_peers=receiving.raise_if_failed)
-        for bucket in buckets:
-            group.broadcast(pack_bucket(bucket, tensors, buffer), check_peers=receiving.raise_if_failed)
+        send_stream(group, manifest, tensors, check_peers=receiving.raise_if_failed)
         receiving.wait(timeout_s=self._timeout_s)
 
     def _commit(self, version: int) -> None:

@@ -7,6 +7,7 @@ inside it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from megatron_ppo.protocol.weights import RefitGroupSpec, WeightManifest
@@ -28,8 +29,10 @@ class EngineFleet(Protocol):
     """All engines that take part in a refit."""
 
     @property
-    def num_workers(self) -> int:
-        """Workers of all engines; with the trainer's rank 0 they are the broadcast group."""
+    def worker_names(self) -> Sequence[str]:
+        """One name per worker of all engines, for error messages; with the trainer's rank 0 they are the broadcast
+        group, in this order.
+        """
         ...
 
     def join_refit_group(self, spec: RefitGroupSpec) -> PendingCalls:

@@ -16,8 +16,8 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -36,8 +36,12 @@ _ACCEPTED = "accepted"
 _POLL_SHARE = 0.1
 _POLL_MIN_S = 0.0002
 _POLL_MAX_S = 0.01
+# gloo wakes a waiter at once, so its limit only says how often one looks for failures meanwhile.
+_GLOO_WAIT = timedelta(milliseconds=50)
 _ABANDONED = "abandoned"
+_JOINED = "joined"
 _ABANDONED_LOOK_S = 0.5
+_CAUSE_GRACE_S = 3.0
 
 CheckPeers = Callable[[], None]
 
@@ -97,30 +101,42 @@ class BroadcastGroup:
         rank: this member's rank; 0 is the sender.
         device: where the broadcast buffers live.
         store: the master store in the sender's process; None connects to it.
+        receiver_names: what the sender's errors call the receivers, the one of rank 1 first.
 
     Raises: RefitError when not all members arrive within `spec.timeout_s`.
     """
 
     def __init__(
-        self, spec: RefitGroupSpec, *, rank: int, device: torch.device, store: BroadcastStore | None = None
+        self,
+        spec: RefitGroupSpec,
+        *,
+        rank: int,
+        device: torch.device,
+        store: BroadcastStore | None = None,
+        receiver_names: Sequence[str] = (),
     ) -> None:
         self.spec = spec
         self.rank = rank
         self.device = device
+        self._receiver_names = tuple(receiver_names)
         timeout = timedelta(seconds=spec.timeout_s)
+        present: dist.Store | None = None
         try:
             tcp_store = (
                 store.tcp_store if store else dist.TCPStore(spec.host, spec.port, None, False, timeout)
             )
-            self._store = dist.PrefixStore(f"refit_{spec.generation}", tcp_store)
+            self._store = present = dist.PrefixStore(f"refit_{spec.generation}", tcp_store)
+            present.set(f"{_JOINED}/{rank}", "")
             self._group: dist.ProcessGroup | None = _process_group(spec, self._store, rank, device)
         except RuntimeError as error:  # DistStoreError and gloo's errors both derive from it
+            absent = "" if present is None or store is None else self._without(present, _JOINED, "missing")
             raise RefitError(
                 f"rank {rank} could not join refit group generation {spec.generation} of {spec.world_size} "
-                f"members at {spec.host}:{spec.port} within {spec.timeout_s:.0f} s: {error}"
+                f"members at {spec.host}:{spec.port} within {spec.timeout_s:.0f} s{absent}: {error}"
             ) from error
         self._transfer = 0
-        self._is_moving = False
+        self._moving = 0
+        self._received = 0
 
     def offer_manifest(self, digest: str, *, check_peers: CheckPeers | None = None) -> None:
         """Sender: publish the digest and wait until every receiver has accepted it.
@@ -133,10 +149,14 @@ class BroadcastGroup:
         self._store.set(f"{transfer}/digest", digest)
         receivers = range(1, self.spec.world_size)
         keys = [f"{transfer}/answer/{rank}" for rank in receivers]
-        self._poll(lambda: self._store.check(keys), "all receivers to accept the manifest", check_peers)
+        try:
+            self._poll(lambda: self._store.check(keys), "all receivers to accept the manifest", check_peers)
+        except WaitTimeoutError as error:
+            silent = self._without(self._store, f"{transfer}/answer", "no answer from")
+            raise WaitTimeoutError(f"{error}{silent}") from None
         for rank, key in zip(receivers, keys, strict=True):
             if (answer := self._store.get(key).decode()) != _ACCEPTED:
-                raise RefitError(f"refit group rank {rank} refused the manifest: {answer}")
+                raise RefitError(f"{self._name(rank)} refused the manifest: {answer}")
 
     def accept_manifest(self, digest: str) -> None:
         """Receiver: compare the sender's digest with one's own and answer, before any byte moves.
@@ -157,28 +177,87 @@ class BroadcastGroup:
     def broadcast(self, buffer: Tensor, *, check_peers: CheckPeers | None = None) -> None:
         """Send (rank 0) or receive (other ranks) one contiguous uint8 buffer; returns when it may be reused.
 
-        Raises: RefitError when the transfer fails, WaitTimeoutError after `spec.timeout_s`, or whatever
-            `check_peers` raises. The group is unusable afterwards: abandon it and form a new generation.
+        Raises: as `start` and `PendingBroadcast.wait`.
+        """
+        self.start(buffer).wait(check_peers=check_peers)
+
+    def start(self, buffer: Tensor) -> PendingBroadcast:
+        """The same without waiting, so that the next buffer is filled, or the last one used, meanwhile.
+
+        Broadcasts finish in the order of their start. Raises: RefitError.
         """
         options = dist.BroadcastOptions()
         options.rootRank = SENDER_RANK
         options.rootTensor = 0
         if self._group is None:
             raise RefitError(f"refit group generation {self.spec.generation} is closed")
-        self._is_moving = True
-        try:
+        self._moving += 1
+        with self._transfer_errors(buffer.numel()):
             work = self._group.broadcast([buffer], options)
-            self._poll(work.is_completed, f"the broadcast of {buffer.numel()} bytes", check_peers)
+        return PendingBroadcast(self, work, buffer)
+
+    def publish(self, key: str, text: str) -> None:
+        """Make a short text of the transfer in progress known to all members."""
+        self._store.set(f"{self._transfer}/{key}", text)
+
+    def lookup(self, key: str, *, what: str, check_peers: CheckPeers | None = None) -> str:
+        """What a member has published under `key`; waits for it. Raises: WaitTimeoutError, RefitError."""
+        full = f"{self._transfer}/{key}"
+        self._poll(lambda: self._store.check([full]), what, check_peers)
+        return self._store.get(full).decode()
+
+    def published(self, key: str) -> str | None:
+        """The same without waiting; None where nothing has been published."""
+        full = f"{self._transfer}/{key}"
+        return self._store.get(full).decode() if self._store.check([full]) else None
+
+    def _finish(self, work: dist.Work, num_bytes: int, check_peers: CheckPeers | None) -> None:
+        what = f"the broadcast of {num_bytes} bytes"
+        with self._transfer_errors(num_bytes):
+            if self.spec.backend == "gloo":
+                self._poll(lambda: _gloo_is_done(work), what, check_peers, sleeps=False)
+            else:
+                self._poll(work.is_completed, what, check_peers)
             work.wait()
-            self._is_moving = False
-        except RuntimeError as error:
-            raise RefitError(
-                f"broadcast of {buffer.numel()} bytes failed on refit group rank {self.rank}, "
-                f"generation {self.spec.generation}: {error}"
-            ) from error
+        self._moving -= 1
+        if self.rank != SENDER_RANK:
+            self._received += 1
+            self.publish(f"received/{self.rank}", str(self._received))
         if self.device.type == "cuda":
             # wait() only orders the current stream behind NCCL; the caller overwrites or frees the buffer.
             torch.cuda.current_stream(self.device).synchronize()
+
+    def slowest_receivers(self) -> str:
+        """Which receivers have finished the fewest broadcasts of this transfer, for the sender's errors."""
+        counts = {
+            rank: int(self.published(f"received/{rank}") or 0) for rank in range(1, self.spec.world_size)
+        }
+        fewest = min(counts.values(), default=0)
+        names = ", ".join(self._name(rank) for rank, count in counts.items() if count == fewest)
+        return f"{names} received {fewest} buckets"
+
+    def _name(self, rank: int) -> str:
+        index = rank - SENDER_RANK - 1
+        known = 0 <= index < len(self._receiver_names)
+        return self._receiver_names[index] if known else f"refit group rank {rank}"
+
+    def _without(self, store: dist.Store, prefix: str, what: str) -> str:
+        """A clause that names the receivers without a key under `prefix`; empty when the store cannot say."""
+        try:
+            ranks = [r for r in range(1, self.spec.world_size) if not store.check([f"{prefix}/{r}"])]
+        except RuntimeError:
+            return ""
+        return f"; {what} {', '.join(self._name(rank) for rank in ranks)}" if ranks else ""
+
+    @contextmanager
+    def _transfer_errors(self, num_bytes: int) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RefitError(
+                f"broadcast of {num_bytes} bytes failed on refit group rank {self.rank}, "
+                f"generation {self.spec.generation}: {error}"
+            ) from error
 
     def abandon(self, reason: str) -> None:
         """Give the group up after a failure and tell the other members, whose waits end within a second."""
@@ -193,7 +272,7 @@ class BroadcastGroup:
             return
         if self.spec.backend == "nccl":
             group.abort()
-        elif self._is_moving:
+        elif self._moving:
             # gloo's destructor waits for a pending transfer until that times out; nothing can cancel it.
             dropper = threading.Thread(target=_drop, args=([group],), name="refit-group-drop", daemon=True)
             del group
@@ -201,9 +280,18 @@ class BroadcastGroup:
 
     def _next_transfer(self) -> int:
         self._transfer += 1
+        self._received = 0
         return self._transfer
 
-    def _poll(self, done: Callable[[], bool], what: str, check_peers: CheckPeers | None) -> None:
+    def _poll(
+        self,
+        done: Callable[[], bool],
+        what: str,
+        check_peers: CheckPeers | None,
+        *,
+        sleeps: bool = True,
+    ) -> None:
+        """Wait until `done`; with sleeps=False `done` itself waits a little."""
         started = time.monotonic()
         next_look_s = _ABANDONED_LOOK_S
         while not done():
@@ -222,7 +310,52 @@ class BroadcastGroup:
                     f"refit group rank {self.rank}, generation {self.spec.generation}: "
                     f"waited {waited_s:.0f} s for {what}; the limit is {self.spec.timeout_s:.0f} s"
                 )
-            time.sleep(min(max(_POLL_MIN_S, _POLL_SHARE * waited_s), _POLL_MAX_S))
+            if sleeps:
+                time.sleep(min(max(_POLL_MIN_S, _POLL_SHARE * waited_s), _POLL_MAX_S))
+
+
+class PendingBroadcast:
+    """One broadcast on its way. Keeps its buffer alive: the transport writes to it, or reads it, until the end."""
+
+    def __init__(self, group: BroadcastGroup, work: dist.Work, buffer: Tensor) -> None:
+        self._group = group
+        self._work = work
+        self.buffer = buffer
+
+    def wait(self, *, check_peers: CheckPeers | None = None) -> Tensor:
+        """Returns: the buffer, which from now on is the caller's.
+
+        Raises: RefitError when the transfer fails, WaitTimeoutError after the group's `timeout_s`, or whatever
+            `check_peers` raises. The group is unusable afterwards: abandon it and form a new generation.
+        """
+        try:
+            self._group._finish(self._work, self.buffer.numel(), check_peers)
+        except WaitTimeoutError as error:
+            if self._group.rank != SENDER_RANK:
+                raise
+            raise WaitTimeoutError(f"{error}; {self._group.slowest_receivers()}") from None
+        except RefitError:
+            if check_peers is not None:
+                _await_cause(check_peers)
+            raise
+        return self.buffer
+
+
+def _await_cause(check_peers: CheckPeers) -> None:
+    # A connection that broke says nothing; the receiver's own error, a moment later, names it and the cause.
+    deadline = time.monotonic() + _CAUSE_GRACE_S
+    while time.monotonic() < deadline:
+        check_peers()
+        time.sleep(_POLL_MAX_S)
+
+
+def _gloo_is_done(work: dist.Work) -> bool:
+    if work.is_completed():
+        return True
+    # An error is either this short limit, after which the work goes on, or a failure that the caller's wait() raises.
+    with suppress(RuntimeError):
+        work.wait(_GLOO_WAIT)
+    return work.is_completed()
 
 
 def _process_group(

@@ -36,16 +36,27 @@ def pack_bucket(bucket: Bucket, tensors: Iterator[Tensor], buffer: Tensor) -> Te
     Raises: RefitError when the source ends early or yields another shape or dtype than the manifest says.
     """
     for meta, offset in zip(bucket.tensors, bucket.offsets, strict=True):
-        tensor = next(tensors, None)
-        if tensor is None:
-            raise RefitError(f"the weight source ended before {meta.name}, which its metadata lists")
-        if tuple(tensor.shape) != meta.shape or tensor.dtype != TORCH_DTYPES[meta.dtype]:
-            raise RefitError(
-                f"the weight source yielded {meta.name} as {tensor.dtype} {tuple(tensor.shape)}; "
-                f"its metadata says {meta.dtype} {meta.shape}"
-            )
+        tensor = next_tensor(tensors, meta)
         _view(buffer, offset, meta).copy_(tensor.detach())
     return buffer[: bucket.num_bytes]
+
+
+def next_tensor(tensors: Iterator[Tensor], meta: TensorMeta) -> Tensor:
+    """The source's next tensor, which should be `meta`. Raises: RefitError when it yields none or another."""
+    tensor = next(tensors, None)
+    if tensor is None:
+        raise RefitError(f"the weight source ended before {meta.name}, which its metadata lists")
+    if tuple(tensor.shape) != meta.shape or tensor.dtype != TORCH_DTYPES[meta.dtype]:
+        raise RefitError(
+            f"the weight source yielded {meta.name} as {tensor.dtype} {tuple(tensor.shape)}; "
+            f"its metadata says {meta.dtype} {meta.shape}"
+        )
+    return tensor
+
+
+def payload_of(tensor: Tensor, device: torch.device) -> Tensor:
+    """uint8 [bytes of the tensor] on `device`: the tensor's own memory where it is contiguous and there already."""
+    return tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)
 
 
 def views_of_bucket(bucket: Bucket, buffer: Tensor) -> list[tuple[str, Tensor]]:

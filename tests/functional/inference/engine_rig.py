@@ -74,7 +74,7 @@ class LocalFleet:
     def __init__(self, engine: VllmEngine, loop: LoopThread, num_workers: int) -> None:
         self._engine = engine
         self._loop = loop
-        self.num_workers = num_workers
+        self.worker_names = [f"worker {rank}" for rank in range(num_workers)]
         self.tell = lambda manifest: manifest
 
     def join_refit_group(self, spec: RefitGroupSpec) -> LocalCalls:

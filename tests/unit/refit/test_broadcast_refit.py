@@ -15,7 +15,8 @@ from megatron_ppo.protocol.errors import RefitError
 from megatron_ppo.protocol.weights import RefitGroupSpec, TensorMeta, WeightManifest
 from megatron_ppo.refit.broadcast import BroadcastRefit
 from megatron_ppo.transport.broadcast_group import BroadcastGroup, BroadcastStore
-from megatron_ppo.transport.buckets import tensor_meta, views_of_bucket
+from megatron_ppo.transport.buckets import tensor_meta
+from megatron_ppo.transport.streams import receive_stream
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 20.0
@@ -66,7 +67,7 @@ class Fleet:
     """Engines that receive over the real group, and refuse what a real engine would refuse."""
 
     def __init__(self, engines: int = 2) -> None:
-        self.num_workers = engines
+        self.worker_names = [f"engine {index}" for index in range(engines)]
         self.held: list[dict[str, Tensor]] = [{} for _ in range(engines)]
         self.calls: list[str] = []
         self.break_engine_at: int | None = None
@@ -75,13 +76,13 @@ class Fleet:
 
     def join_refit_group(self, spec: RefitGroupSpec) -> Calls:
         self.calls.append(f"join {spec.generation}")
-        assert spec.world_size == 1 + self.num_workers
+        assert spec.world_size == 1 + len(self.worker_names)
         self._groups = []
 
         def join(rank: int) -> None:
             self._groups.append(BroadcastGroup(spec, rank=rank, device=CPU))
 
-        return Calls([self._pool.submit(join, spec.rank_offset + i) for i in range(self.num_workers)])
+        return Calls([self._pool.submit(join, spec.rank_offset + i) for i in range(len(self.worker_names))])
 
     def begin_refit(self, *, mode: str, timeout_s: float) -> None:
         self.calls.append(f"begin {mode}")
@@ -90,15 +91,12 @@ class Fleet:
         self.calls.append("receive")
 
         def receive(engine: int, group: BroadcastGroup) -> None:
-            group.accept_manifest(manifest.digest())
-            for position, bucket in enumerate(manifest.buckets()):
+            for position, tensors in enumerate(receive_stream(group, manifest)):
                 if engine == 0 and position == self.break_engine_at:
                     raise RefitError("engine 0 is out of memory")
-                buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-                group.broadcast(buffer)
-                self.held[engine] |= dict(views_of_bucket(bucket, buffer))
+                self.held[engine] |= dict(tensors)
 
-        assert len(self._groups) == self.num_workers, "receive before join"
+        assert len(self._groups) == len(self.worker_names), "receive before join"
         return Calls([self._pool.submit(receive, i, group) for i, group in enumerate(self._groups)])
 
     def commit_refit(self, *, version: int, recompute_kv: bool, timeout_s: float) -> None:
