@@ -124,6 +124,7 @@ class PartsBuilder:
             store=store,
             device=device,
             bucket_bytes=config.refit.bucket_bytes,
+            verify_checksum=config.refit.verify_checksum,
             in_flight=config.schedule.in_flight_weight_updates,
             recompute_kv=config.schedule.recompute_kv_cache_after_weight_updates,
             timeout_s=config.refit.timeout_s,

@@ -119,7 +119,15 @@ class RefitSection(BuiltSection):
     backend: Literal["auto", "gloo", "nccl"] = setting(
         "auto", "Transport. auto is nccl on CUDA and gloo on a CPU."
     )
-    bucket_bytes: int = setting(32 * 2**20, "Size of one broadcast.", unit="bytes", ge=1024)
+    bucket_bytes: int = setting(
+        32 * 2**20,
+        "Staging memory of the sender; a broadcast carries a half of it while the other half is filled.",
+        unit="bytes",
+        ge=1024,
+    )
+    verify_checksum: bool = setting(
+        False, "Engines compare a 64-bit checksum of every tensor with the sender's before they load it."
+    )
     timeout_s: float = setting(120.0, "Longest wait for any member of the group.", unit="s", gt=0.0)
     probe: bool = setting(True, "After each publish, compare engine and trainer log-probs on fixed tokens.")
     probe_tolerance_nats: float = setting(

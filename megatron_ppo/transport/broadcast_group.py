@@ -328,16 +328,15 @@ class PendingBroadcast:
         Raises: RefitError when the transfer fails, WaitTimeoutError after the group's `timeout_s`, or whatever
             `check_peers` raises. The group is unusable afterwards: abandon it and form a new generation.
         """
+        group = self._group
         try:
-            self._group._finish(self._work, self.buffer.numel(), check_peers)
-        except WaitTimeoutError as error:
-            if self._group.rank != SENDER_RANK:
+            group._finish(self._work, self.buffer.numel(), check_peers)
+        except (RefitError, WaitTimeoutError) as error:
+            if group.rank != SENDER_RANK:
                 raise
-            raise WaitTimeoutError(f"{error}; {self._group.slowest_receivers()}") from None
-        except RefitError:
-            if check_peers is not None:
+            if check_peers is not None and isinstance(error, RefitError):
                 _await_cause(check_peers)
-            raise
+            raise type(error)(f"{error}; {group.slowest_receivers()}") from error
         return self.buffer
 
 

@@ -1,0 +1,233 @@
+"""A manifest over a real gloo group, its members as threads of this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ppo.protocol.errors import RefitError, WaitTimeoutError
+from megatron_ppo.transport.broadcast_group import BroadcastGroup, BroadcastStore, PendingBroadcast
+from megatron_ppo.transport.buckets import tensor_meta
+from megatron_ppo.transport.streams import manifest_for, receive_stream, send_stream
+
+CPU = torch.device("cpu")
+STAGING_BYTES = 2000
+# Small ones share buckets of 1000 bytes; "large" and "last" exceed a bucket and travel alone.
+SHAPES = {
+    "a": (10, 3),
+    "b": (200,),
+    "large": (50, 30),
+    "c": (7,),
+    "d": (5, 11),
+    "transposed": (22, 9),
+    "last": (400,),
+}
+
+Receive = Callable[[BroadcastGroup], object]
+
+
+def _tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    tensors = {name: torch.randn(*shape, generator=generator) for name, shape in SHAPES.items()}
+    return tensors | {"transposed": tensors["transposed"].t().contiguous().t()}
+
+
+def _manifest(**kwargs: bool):
+    metadata = tuple(tensor_meta(name, tensor) for name, tensor in _tensors().items())
+    return manifest_for(metadata, staging_bytes=STAGING_BYTES, **kwargs)
+
+
+def _members(
+    send: Callable[[BroadcastGroup], object], receives: list[Receive], *, timeout_s: float = 20.0
+) -> list[Future[object]]:
+    store = BroadcastStore(timeout_s=timeout_s)
+    spec = store.spec(generation=1, rank_offset=1, world_size=1 + len(receives))
+    names = [f"engine {rank}" for rank in range(len(receives))]
+
+    def member(rank: int) -> object:
+        group = BroadcastGroup(
+            spec, rank=rank, device=CPU, store=None if rank else store, receiver_names=() if rank else names
+        )
+        try:
+            return receives[rank - 1](group) if rank else send(group)
+        finally:
+            group.close()
+
+    with ThreadPoolExecutor(1 + len(receives)) as pool:
+        return [pool.submit(member, rank) for rank in range(1 + len(receives))]
+
+
+def _receive_all(group: BroadcastGroup, *, verify_checksum: bool = False) -> dict[str, Tensor]:
+    received: dict[str, Tensor] = {}
+    for tensors in receive_stream(group, _manifest(verify_checksum=verify_checksum)):
+        received |= dict(tensors)
+    return received
+
+
+@pytest.mark.parametrize("verify_checksum", [False, True])
+def test_every_receiver_gets_every_tensor_bit_for_bit(verify_checksum: bool):
+    manifest = _manifest(verify_checksum=verify_checksum)
+    assert [len(bucket.tensors) for bucket in manifest.buckets()] == [2, 1, 2, 1, 1]
+    futures = _members(
+        lambda group: send_stream(group, manifest, iter(_tensors().values())),
+        [lambda group: _receive_all(group, verify_checksum=verify_checksum)] * 2,
+    )
+    futures[0].result()
+    for future in futures[1:]:
+        received = future.result()
+        assert list(received) == list(SHAPES)
+        assert all(torch.equal(received[name], tensor) for name, tensor in _tensors().items())
+
+
+class _Recording(BroadcastGroup):
+    """Counts the bytes that are on their way at once, and where they lie."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self.moving: list[int] = []
+        self.most = 0
+        self.addresses: list[tuple[int, int]] = []
+
+    def start(self, buffer: Tensor) -> PendingBroadcast:
+        self.moving.append(buffer.numel())
+        self.most = max(self.most, len(self.moving))
+        self.addresses.append((buffer.data_ptr(), buffer.numel()))
+        return super().start(buffer)
+
+    def _finish(self, *args: object) -> None:
+        super()._finish(*args)
+        self.moving.pop(0)
+
+
+def test_two_halves_travel_at_once_and_a_large_tensor_alone_from_its_own_memory():
+    tensors = _tensors()
+    store = BroadcastStore(timeout_s=20)
+    spec = store.spec(generation=1, rank_offset=1, world_size=2)
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(lambda: _receive_all(BroadcastGroup(spec, rank=1, device=CPU)))
+        group = _Recording(spec, rank=0, device=CPU, store=store)
+        send_stream(group, _manifest(), iter(tensors.values()))
+        receiving.result(20)
+    assert group.most == 2
+    [(large, _), (last, _)] = [entry for entry in group.addresses if entry[1] > STAGING_BYTES // 2]
+    assert (large, last) == (tensors["large"].data_ptr(), tensors["last"].data_ptr())
+    staged = {address for address, size in group.addresses if size <= STAGING_BYTES // 2}
+    assert len(staged) == 2, "packed buckets use two buffers in turn"
+
+
+def test_the_next_bucket_arrives_while_one_is_used():
+    sent = threading.Event()
+
+    def receive(group: BroadcastGroup) -> bool:
+        stream = receive_stream(group, _manifest())
+        next(stream)
+        # The second bucket, and with it the first wait of the sender, needs no further step of this receiver.
+        arrived = sent.wait(10)
+        list(stream)
+        return arrived
+
+    def tensors() -> Iterator[Tensor]:
+        for name, tensor in _tensors().items():
+            if name == "c":  # the first tensor of the bucket after "large", which was waited for
+                sent.set()
+            yield tensor
+
+    futures = _members(lambda group: send_stream(group, _manifest(), tensors()), [receive])
+    futures[0].result()
+    assert futures[1].result() is True
+
+
+def test_a_bit_that_flips_on_the_way_is_found_before_it_is_loaded_and_names_the_tensor():
+    class Flipping(BroadcastGroup):
+        def start(self, buffer: Tensor) -> PendingBroadcast:
+            buffer[-3] ^= 1 << 4
+            return super().start(buffer)
+
+    store = BroadcastStore(timeout_s=20)
+    spec = store.spec(generation=1, rank_offset=1, world_size=2)
+    seen: list[str] = []
+
+    def receive() -> None:
+        group = BroadcastGroup(spec, rank=1, device=CPU)
+        for tensors in receive_stream(group, _manifest(verify_checksum=True)):
+            seen.extend(name for name, _ in tensors)
+
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(receive)
+
+        def check_peers() -> None:
+            if receiving.done():
+                receiving.result()
+
+        group = Flipping(spec, rank=0, device=CPU, store=store)
+        with pytest.raises(RefitError, match="tensor b arrived changed on refit group rank 1"):
+            send_stream(
+                group, _manifest(verify_checksum=True), iter(_tensors().values()), check_peers=check_peers
+            )
+        group.close()
+    assert seen == []
+
+
+def test_a_receiver_that_stalls_is_named_with_what_it_has_received():
+    release = threading.Event()
+
+    def stall(group: BroadcastGroup) -> None:
+        for _ in receive_stream(group, _manifest()):
+            release.wait(10)
+
+    def send(group: BroadcastGroup) -> str:
+        try:
+            with pytest.raises((RefitError, WaitTimeoutError)) as caught:
+                send_stream(group, _manifest(), iter(_tensors().values()))
+            group.abandon("stalled")
+            return str(caught.value)
+        finally:
+            release.set()
+
+    started = time.monotonic()
+    sender, stalled = _members(send, [stall], timeout_s=1.0)
+    assert "engine 0 received 1 buckets" in sender.result()
+    assert isinstance(stalled.exception(), RefitError | WaitTimeoutError)
+    assert time.monotonic() - started < 10
+
+
+def test_a_receiver_that_is_not_there_is_named():
+    store = BroadcastStore(timeout_s=1)
+    spec = store.spec(generation=1, rank_offset=1, world_size=3)
+    with ThreadPoolExecutor(1) as pool:
+        present = pool.submit(lambda: BroadcastGroup(spec, rank=1, device=CPU))
+        with pytest.raises(RefitError, match="missing engine 1: "):
+            BroadcastGroup(spec, rank=0, device=CPU, store=store, receiver_names=["engine 0", "engine 1"])
+        assert isinstance(present.exception(), RefitError)
+
+
+def test_a_broken_connection_is_explained_by_the_error_of_the_receiver():
+    ended = threading.Event()
+
+    def leave(group: BroadcastGroup) -> None:
+        stream = receive_stream(group, _manifest())
+        next(stream)
+        group.close()
+        ended.set()
+
+    looks: list[bool] = []
+
+    def check_peers() -> None:
+        looks.append(ended.is_set())
+        # The cause is known only a while after the connection broke.
+        if sum(looks) > 3:
+            raise RefitError("engine 0: the core died")
+
+    def send(group: BroadcastGroup) -> None:
+        with pytest.raises(RefitError, match="the core died"):
+            send_stream(group, _manifest(), iter(_tensors().values()), check_peers=check_peers)
+
+    started = time.monotonic()
+    _members(send, [leave])[0].result()
+    assert time.monotonic() - started < 15
