@@ -59,7 +59,6 @@ def _unsupported(section: ParallelismSection, key: str) -> list[str]:
                 "null",
                 section.virtual_pipeline_model_parallel_size not in (None, 1),
             ),
-            ("context_parallel_size", section.context_parallel_size, "1", section.context_parallel_size != 1),
             (
                 "expert_model_parallel_size",
                 section.expert_model_parallel_size,

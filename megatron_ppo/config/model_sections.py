@@ -35,7 +35,11 @@ class ParallelismSection(Section):
         None, "Model chunks per stage. Only null is supported.", unit="chunks", ge=1
     )
     context_parallel_size: int = setting(
-        1, "Ranks that share each sequence. Only 1 is supported.", unit="ranks", ge=1
+        1,
+        "Ranks that share each sequence, for long ones. Lengths are padded to a multiple of 2 * this (* tensor size "
+        "under sequence_parallel).",
+        unit="ranks",
+        ge=1,
     )
     expert_model_parallel_size: int = setting(
         1, "Ranks that share experts. Only 1 is supported.", unit="ranks", ge=1

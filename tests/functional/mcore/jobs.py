@@ -199,11 +199,20 @@ def train(*, kind: str, folder: str, layout: Layout, steps: int = 3, **changes: 
         }
 
 
-def train_both(*, folder: str, policy_layout: Layout, critic_layout: Layout) -> dict[str, Any]:
+def train_both(
+    *,
+    folder: str,
+    policy_layout: Layout,
+    critic_layout: Layout,
+    critic_changes: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """Policy and critic on the same ranks, each with its own layout, taking turns."""
     with distributed_runtime(timeout_s=60.0):
         groups = [ParallelContext.create(**x, timeout_s=60.0) for x in (policy_layout, critic_layout)]  # type: ignore[arg-type]
-        policy, critic = build("policy", folder, groups[0]), build("critic", folder, groups[1])
+        policy, critic = (
+            build("policy", folder, groups[0]),
+            build("critic", folder, groups[1], **critic_changes or {}),
+        )
         metrics = []
         for step in range(3):
             batch = random_batch(seed=step)

@@ -1,4 +1,4 @@
-"""Every layout trains exactly like one process: loss, gradient norm, parameters, values."""
+"""Every layout trains exactly like one process: loss, gradients and their norm, parameters, log-probs, values."""
 
 from __future__ import annotations
 
@@ -161,28 +161,58 @@ def test_query_key_norms_without_sequence_parallelism_train_like_one_process(
     assert_same_training(ranks[1], one_process("policy", "qwen3"), "train")
 
 
+BATCHINGS: dict[str, dict[str, Any]] = {
+    **{f"of_{size}": {"train_micro_batch_size": size, "logprob_batch_size": size} for size in (1, 2, 8)},
+    "packed": PACKED,
+    "packed_into_one": {"train_batches": TokenBudget(tokens=112, packed=True)},
+    "budget": {
+        "train_batches": TokenBudget(tokens=40, packed=False),
+        "score_batches": TokenBudget(tokens=28, packed=False),
+    },
+}
+
+
 @pytest.mark.parametrize("kind", ["policy", "critic"])
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_the_microbatch_size_changes_no_result(
+@pytest.mark.parametrize("batching", BATCHINGS)
+def test_the_cut_into_microbatches_changes_no_result(
     workers: WorkerGroup,
     tiny_model: Callable[[str], Path],
     one_process: Callable[[str, str], dict[str, Any]],
     kind: str,
-    size: int,
+    batching: str,
 ) -> None:
     folder = str(tiny_model("qwen2"))
-    seen = workers.run_alone(JOBS + "train", kind=kind, folder=folder, layout={}, train_micro_batch_size=size)
+    seen = workers.run_alone(JOBS + "train", kind=kind, folder=folder, layout={}, **BATCHINGS[batching])
     prefix = "train" if kind == "policy" else "train/critic"
     assert_same_training(seen, one_process(kind, "qwen2"), prefix)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "policy", "critic", "critic_changes"),
+    [
+        (2, TP2, {}, {}),
+        # The layouts of the reference's nightly run, the critic with dynamic batches.
+        (4, TP2 | CP2, TP2 | SP, {"train_batches": TokenBudget(tokens=40, packed=False)}),
+    ],
+    ids=["tp2_and_dp2", "tp2_cp2_and_tp2_sp"],
+)
 def test_policy_and_critic_may_have_different_layouts_on_the_same_ranks(
-    workers: WorkerGroup, tiny_model: Callable[[str], Path]
+    workers: WorkerGroup,
+    tiny_model: Callable[[str], Path],
+    world_size: int,
+    policy: Layout,
+    critic: Layout,
+    critic_changes: dict[str, Any],
 ) -> None:
     folder = str(tiny_model("qwen2"))
     expected = workers.run_alone(JOBS + "train_both", folder=folder, policy_layout={}, critic_layout={})
     ranks = workers.run(
-        JOBS + "train_both", folder=folder, policy_layout=LAYOUTS["tp2"], critic_layout=LAYOUTS["dp2"]
+        JOBS + "train_both",
+        world_size=world_size,
+        folder=folder,
+        policy_layout=policy,
+        critic_layout=critic,
+        critic_changes=critic_changes,
     )
     for seen in ranks:
         for mine, theirs in zip(seen["metrics"], expected["metrics"], strict=True):

@@ -171,8 +171,8 @@ BAD_LAYOUTS: list[tuple[dict[str, Any], int, list[str]]] = [
     ({"policy.parallelism.sequence_parallel": True}, 1, ["sequence_parallel", "got True", "> 1"]),
     (
         {"policy.parallelism.context_parallel_size": 2},
-        2,
-        ["context_parallel_size", "got 2", "not supported yet"],
+        3,
+        ["policy.parallelism", "context 2", "2 ranks", "3, the world size"],
     ),
     (
         {"critic.parallelism.expert_model_parallel_size": 2},

@@ -132,6 +132,17 @@ def test_world_size_comes_from_the_launcher_then_from_the_configuration(
 def test_policy_and_critic_may_have_different_layouts() -> None:
     derived = derive(changed({"critic.parallelism.tensor_model_parallel_size": 1}), 2)
     assert (str(derived.policy), str(derived.critic)) == ("tp=2 pp=1 cp=1 dp=1", "tp=1 pp=1 cp=1 dp=2")
+    long = derive(
+        changed(
+            {
+                "policy.parallelism.context_parallel_size": 2,
+                "critic.parallelism.sequence_parallel": True,
+                "critic.parallelism.tensor_model_parallel_size": 2,
+            }
+        ),
+        4,
+    )
+    assert (str(long.policy), str(long.critic)) == ("tp=2 pp=1 cp=2 dp=1", "tp=2 pp=1 cp=1 dp=2")
 
 
 def test_table_shows_every_number_once() -> None:
