@@ -55,7 +55,42 @@ class ChainSumTaskSection(DataSection):
     )
 
 
-Data = Annotated[SortTaskSection | CountTaskSection | ChainSumTaskSection, Field(discriminator="task")]
+class Gsm8kTaskSection(DataSection):
+    """Word problems of GSM8K, from files, in the chat format of the policy's folder."""
+
+    task: Literal["gsm8k"] = setting(doc="Name of the task.")
+    train_path: str = setting(
+        "data/gsm8k/train.jsonl",
+        "Rows with question and answer: .jsonl, .jsonl.gz, .parquet or a folder of the datasets package.",
+        min_length=1,
+    )
+    validation_path: str = setting(
+        "data/gsm8k/test.jsonl", "Held-out rows, in the same formats.", min_length=1
+    )
+    num_train: int = setting(
+        7473, "Most training prompts; the seed chooses them where there are more.", unit="prompts", ge=1
+    )
+    num_validation: int = setting(
+        1319, "Most held-out prompts; the seed chooses them where there are more.", unit="prompts", ge=1
+    )
+    max_prompt_tokens: int = setting(
+        512, "Longest prompt; sizes the engine and is checked against the task.", unit="tokens", ge=1
+    )
+    instruction: str = setting(
+        "Solve the problem step by step. Put the final answer, a single number, inside \\boxed{}.",
+        "Stands before every question. Empty is none.",
+    )
+    chat_template: bool = setting(
+        True, "Use the chat format of the model folder; false sends the text as it is, for a base model."
+    )
+    needs_mark: bool = setting(
+        False, "Reward numbers in \\boxed{} or after #### only, not the last number of any other text."
+    )
+
+
+Data = Annotated[
+    SortTaskSection | CountTaskSection | ChainSumTaskSection | Gsm8kTaskSection, Field(discriminator="task")
+]
 
 
 class RewardSection(Section):
@@ -66,6 +101,7 @@ class RewardSection(Section):
             "megatron_ppo.rewards.exact_match.ExactMatch",
             "megatron_ppo.rewards.chunk_match.ChunkMatch",
             "megatron_ppo.rewards.final_number.FinalNumber",
+            "megatron_ppo.rewards.gsm8k.Gsm8kAnswer",
         ]
         | None
     ) = Field(None, alias="_target_", description="Class. null is the verifier that the task was made for.")

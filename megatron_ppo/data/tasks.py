@@ -22,6 +22,7 @@ TASKS = {
     "sort3_5": "megatron_ppo.data.sort3_5.sort3_5_task",
     "count_long": "megatron_ppo.data.count_long.count_long_task",
     "chain_sum": "megatron_ppo.data.chain_sum.chain_sum_task",
+    "gsm8k": "megatron_ppo.data.gsm8k.gsm8k_task",
 }
 
 

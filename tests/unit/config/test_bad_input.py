@@ -242,7 +242,7 @@ MISSPELT = [
     ("+policy.model.recipe.sft_step=3", "did you mean policy.model.recipe.sft_steps?"),
     ("+experiment=cpu_smok", "did you mean cpu_smoke?"),
     ("experiment=cpu_smoke", "write +experiment=cpu_smoke"),
-    ("data=sort", "available: chain_sum, count_long, sort3_5"),
+    ("data=sort", "available: chain_sum, count_long, gsm8k, sort3_5"),
     ("loss=[", "loss=["),
 ]
 
@@ -262,7 +262,7 @@ def test_misspelt_key_inside_a_gate_is_named_by_its_full_path() -> None:
 
 
 def test_choosing_nothing_says_what_there_is() -> None:
-    assert "data: must be chosen; available: chain_sum, count_long, sort3_5" in composition_refusal()
+    assert "data: must be chosen; available: chain_sum, count_long, gsm8k, sort3_5" in composition_refusal()
 
 
 def test_every_mandatory_key_is_named_when_none_is_set() -> None:
