@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from megatron_ppo.data.chain_sum import chain_sum_task
+from megatron_ppo.data.chat_prompt import chat_renderer
 from megatron_ppo.rewards.build import build_scorer
 from megatron_ppo.warm_start.cache import prepare, read_facts
 from megatron_ppo.warm_start.facts import SMOLLM2_135M, model_facts
@@ -63,6 +64,15 @@ def test_the_model_answers_greedily_as_the_original_does(
     )
     output = model.generate(**prompt, max_new_tokens=40, do_sample=False)
     assert tokenizer.decode(output[0, prompt["input_ids"].shape[1] :]) == answer
+
+
+@needs_package
+@pytest.mark.parametrize("message", ["What is 7 + 5?", "", "<b>é & 'quotes'</b>\n\n{{ 1 }}  "])
+def test_a_message_is_rendered_as_transformers_does(folder: Path, message: str) -> None:
+    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        [{"role": "user", "content": message}], add_generation_prompt=True, tokenize=False
+    )
+    assert chat_renderer(folder)(message) == expected
 
 
 @needs_package
