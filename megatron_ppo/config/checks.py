@@ -49,11 +49,15 @@ _RESERVED_ENGINE_ARGS: dict[str, str] = {
 }
 
 
-def derive(config: RunConfig, world_size: int | None = None) -> Derived:
+def derive(
+    config: RunConfig, world_size: int | None = None, *, folders_may_be_absent: bool = False
+) -> Derived:
     """Apply every rule between sections and compute the derived numbers.
 
     Args:
         world_size: trainer ranks; None takes WORLD_SIZE of torchrun, else `cluster.world_size`, else 1.
+        folders_may_be_absent: a model folder that is not on this machine is taken to be as `expected` says, with a
+            warning; for checks, never for a run.
     Raises: ConfigError that lists every finding.
     """
     findings = _Findings()
@@ -72,10 +76,11 @@ def derive(config: RunConfig, world_size: int | None = None) -> Derived:
         findings.attempt(partial(_check_optimizer, config, key, section))
     findings.attempt(lambda: _check_run_directory(config))
     ranks = findings.attempt(lambda: _world_size(config, world_size))
-    policy_model = findings.attempt(lambda: model_facts(config.policy.model, key="policy.model"))
+    facts_of = partial(model_facts, may_be_absent=folders_may_be_absent)
+    policy_model = findings.attempt(lambda: facts_of(config.policy.model, key="policy.model"))
     critic_model = policy_model
     if config.critic.model != ModelSource():
-        critic_model = findings.attempt(lambda: model_facts(config.critic.model, key="critic.model"))
+        critic_model = findings.attempt(lambda: facts_of(config.critic.model, key="critic.model"))
     findings.lines.extend(_length_problems(config, policy_model, critic_model))
     layouts: list[ParallelSizes] = []
     for key, section, model in (
@@ -134,18 +139,26 @@ class _Findings:
             return None
 
 
-def model_facts(source: ModelSource, *, key: str) -> ModelFacts:
+def model_facts(source: ModelSource, *, key: str, may_be_absent: bool = False) -> ModelFacts:
     """Sizes of the model that `source` names, read without loading it.
 
+    Args:
+        may_be_absent: take `expected` for a folder that does not exist.
     Raises: ConfigError naming `key` if neither or both of path and recipe are set, or if the folder is
-        missing or cannot be mapped to Megatron.
+        missing, cannot be mapped to Megatron or has other sizes than expected.
     """
     if (source.path is None) == (source.recipe is None):
         seen = "neither" if source.path is None else "both"
         raise ConfigError(f"{key}: exactly one of {key}.path and {key}.recipe must be set, got {seen}")
     if source.recipe is not None:
+        if source.expected is not None:
+            raise ConfigError(
+                f"{key}.expected: may be set with {key}.path only; a recipe has sizes of its own"
+            )
         return cast(ModelFacts, resolve(_READ_FACTS)(build(source.recipe)))
     folder = Path(source.path or "")
+    if not folder.exists() and may_be_absent and source.expected is not None:
+        return source.expected
     if not folder.is_dir():
         raise ConfigError(f"{key}.path: got {str(folder)!r}, which is not an existing folder")
     if not any(folder.glob("*.safetensors")):
@@ -155,9 +168,20 @@ def model_facts(source: ModelSource, *, key: str) -> ModelFacts:
             raise ConfigError(
                 f"{str(folder)!r} holds a reward or value model; only critic.model.path may name one"
             )
-        return cast(ModelFacts, resolve(_READ_FACTS)(folder))
+        facts = cast(ModelFacts, resolve(_READ_FACTS)(folder))
     except ConfigError as error:
         raise ConfigError(f"{key}.path: {error}") from error
+    if source.expected is not None:
+        differing = [
+            f"{name}={getattr(facts, name)!r} instead of {wanted!r}"
+            for name, wanted in source.expected.model_dump().items()
+            if getattr(facts, name) != wanted
+        ]
+        if differing:
+            raise ConfigError(
+                f"{key}.path: {str(folder)!r} has {', '.join(differing)}, as {key}.expected says"
+            )
+    return facts
 
 
 def _staleness_problems(config: RunConfig) -> Iterator[str]:
@@ -351,6 +375,11 @@ def _needs_reference(config: RunConfig) -> bool:
 
 
 def _warnings(config: RunConfig) -> Iterator[str]:
+    for key, source in (("policy.model", config.policy.model), ("critic.model", config.critic.model)):
+        if source.path is not None and not Path(source.path).exists():
+            yield (
+                f"{key}.path={source.path} is not on this machine: taken to be as {key}.expected says; a run needs it"
+            )
     schedule, age = config.schedule, config.schedule.max_trajectory_age_steps
     if schedule.recompute_kv_cache_after_weight_updates and not schedule.in_flight_weight_updates:
         yield (

@@ -8,6 +8,21 @@ from megatron_ppo.config.base import BuiltSection, Section, setting, target_fiel
 from megatron_ppo.config.recipe_sections import Recipe
 
 
+class ModelShapeSection(Section):
+    """Sizes of a model, in the names of the config check's own table."""
+
+    architecture: str = setting(doc="As in the folder's config.json, e.g. Qwen2ForCausalLM.", min_length=1)
+    num_layers: int = setting(doc="Transformer layers.", unit="layers", ge=1)
+    hidden_size: int = setting(doc="Width.", unit="channels", ge=1)
+    num_heads: int = setting(doc="Attention heads.", unit="heads", ge=1)
+    num_kv_heads: int = setting(doc="Key-value heads.", unit="heads", ge=1)
+    head_dim: int = setting(doc="Width of a head.", unit="channels", ge=1)
+    ffn_hidden_size: int = setting(doc="Width of the MLP.", unit="channels", ge=1)
+    vocab_size: int = setting(doc="Rows of the embedding.", unit="tokens", ge=1)
+    context_length: int = setting(doc="Longest sequence.", unit="tokens", ge=1)
+    tie_word_embeddings: bool = setting(doc="Embedding and output layer share their weights.")
+
+
 class ModelSource(Section):
     """Exactly one of `path` and `recipe`; for the critic, neither means the policy's."""
 
@@ -18,6 +33,10 @@ class ModelSource(Section):
     )
     recipe: Recipe | None = setting(
         None, "How to prepare such a folder; it is cached under a key of the recipe."
+    )
+    expected: ModelShapeSection | None = setting(
+        None,
+        "Sizes that the folder must have. With them a configuration can be checked where the folder is not.",
     )
 
 

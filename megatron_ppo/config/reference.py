@@ -26,6 +26,7 @@ from megatron_ppo.config.algorithm_sections import (
 from megatron_ppo.config.messages import field_keys, sections_of
 from megatron_ppo.config.model_sections import (
     CriticSection,
+    ModelShapeSection,
     ModelSource,
     OptimizerSection,
     ParallelismSection,
@@ -90,6 +91,7 @@ RECIPE_FILES: dict[str, tuple[type[BaseModel], dict[str, object]]] = {
 }
 _DOCUMENTED: tuple[tuple[str, type[BaseModel]], ...] = (
     ("policy.model", ModelSource),
+    ("policy.model.expected", ModelShapeSection),
     ("policy.model.recipe", WarmStartRecipeSection),
     ("policy.model.recipe", SmolLM2RecipeSection),
     ("gates.<name>", GateSection),
@@ -108,7 +110,9 @@ def generated_files(conf: Path) -> dict[str, str]:
     files = {f"conf/{name}.yaml": group_yaml(section) for name, section in GROUP_FILES.items()}
     for name, (section, values) in RECIPE_FILES.items():
         body = textwrap.indent(_yaml_body(section, values), "  ")
-        files[f"conf/{name}.yaml"] = f"{_NOTICE}{_comment(section.__doc__)}path: null\nrecipe:\n{body}"
+        files[f"conf/{name}.yaml"] = (
+            f"{_NOTICE}{_comment(section.__doc__)}path: null\nexpected: null\nrecipe:\n{body}"
+        )
     files["docs/configuration.md"] = documentation(conf)
     return files
 

@@ -314,6 +314,39 @@ def test_model_folder_without_config_or_weights_is_refused(tmp_path: Path) -> No
     assert "JSON" in refusal(_use(empty))
 
 
+EXPECTED = {
+    "architecture": "Qwen2ForCausalLM", "num_layers": 4, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2,
+    "head_dim": 16, "ffn_hidden_size": 128, "vocab_size": 64, "context_length": 32, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_folder_with_other_sizes_than_expected_is_refused(tmp_path: Path) -> None:
+    folder = _folder(tmp_path / "m")
+    facts = derive(changed(_use(folder)), 1).policy_model
+    expected = {name: getattr(facts, name) for name in EXPECTED}
+    assert derive(changed({**_use(folder), "policy.model.expected": expected}), 1).policy_model == facts
+    message = refusal({**_use(folder), "policy.model.expected": {**expected, "num_layers": 99}})
+    assert f"num_layers={facts.num_layers} instead of 99, as policy.model.expected says" in message
+
+
+def test_absent_folder_is_refused_for_a_run_and_taken_as_expected_for_a_check() -> None:
+    config = changed({**_use(Path("/nowhere/model")), "policy.model.expected": EXPECTED})
+    with pytest.raises(ConfigError, match=r"policy\.model\.path: got '/nowhere/model'"):
+        derive(config, 1)
+    derived = derive(config, 1, folders_may_be_absent=True)
+    assert derived.policy_model.num_layers == 4
+    assert any("/nowhere/model is not on this machine" in warning for warning in derived.warnings)
+    without = changed(_use(Path("/nowhere/model")))
+    with pytest.raises(ConfigError, match="not an existing folder"):
+        derive(without, 1, folders_may_be_absent=True)
+
+
+def test_expected_sizes_of_a_recipe_are_refused() -> None:
+    assert "policy.model.expected: may be set with policy.model.path only" in refusal(
+        {"policy.model.expected": EXPECTED}
+    )
+
+
 def test_critic_with_a_smaller_vocabulary_is_refused(tmp_path: Path) -> None:
     folder = _folder(tmp_path / "m", vocab_size=40)
     message = refusal({"critic.model.path": str(folder)})

@@ -15,9 +15,13 @@ from omegaconf import OmegaConf
 from megatron_ppo.config.checks import derive
 from megatron_ppo.config.compose import CONFIG_DIR, group_choices, load
 from megatron_ppo.data.tasks import build_task
+from megatron_ppo.protocol.errors import ConfigError
 from megatron_ppo.telemetry.gates import parse_gates
 
 EXPERIMENTS = group_choices("experiment")
+ON_A_CLUSTER = {"qwen2.5_1.5b_gsm8k_2n8g": 8}
+"""Experiment -> trainer ranks. Neither their models nor their data are here."""
+ON_ONE_MACHINE = [name for name in EXPERIMENTS if name not in ON_A_CLUSTER]
 GOLDEN = Path(__file__).parent / "golden"
 
 
@@ -28,15 +32,43 @@ def test_the_experiments_of_the_documentation_exist() -> None:
         "megatron_40step_banked",
         "megatron_40step_long",
         "megatron_40step_nowarmup",
+        "qwen2.5_1.5b_gsm8k_2n8g",
         "smollm2_135m_chain_sum",
     }
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize("experiment", ON_ONE_MACHINE)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_experiment_is_valid_on_one_and_two_ranks(experiment: str, world_size: int) -> None:
     derived = derive(composed(experiment), world_size)
     assert derived.policy.world_size == derived.critic.world_size == world_size
+
+
+@pytest.mark.parametrize(("experiment", "world_size"), ON_A_CLUSTER.items())
+def test_experiment_of_a_cluster_is_valid_without_model_and_data(experiment: str, world_size: int) -> None:
+    derived = derive(composed(experiment), world_size, folders_may_be_absent=True)
+    assert derived.policy.world_size == derived.critic.world_size == world_size
+    assert any("is not on this machine" in warning for warning in derived.warnings)
+    with pytest.raises(ConfigError, match=r"policy\.model\.path: .* is not an existing folder"):
+        derive(composed(experiment), world_size)
+
+
+def test_the_reference_recipe_has_the_numbers_of_its_nightly_run() -> None:
+    config = composed("qwen2.5_1.5b_gsm8k_2n8g")
+    algorithm, loss = config.algorithm, config.loss
+    assert (algorithm.num_prompts_per_step, algorithm.num_generations_per_prompt) == (1024, 1)
+    assert (algorithm.ppo_epochs, algorithm.train_global_batch_size, config.run.max_num_steps) == (1, 256, 40)
+    assert (config.advantage.gae_lambda_value, config.advantage.gae_lambda_policy) == (1.0, 1.0)
+    assert (loss.ratio_clip_min, loss.ratio_clip_max, loss.ratio_clip_c) == (0.2, 0.2, 3.0)
+    assert (config.value_loss.cliprange, config.critic.optimizer.lr) == (0.5, 1e-5)
+    assert config.schedule.max_trajectory_age_steps == 1
+    bounds = {(gate.metric, gate.stat): (gate.op, gate.value) for gate in config.gates.values()}
+    assert bounds[("train/token_mult_prob_error", "median")] == ("<", 1.1)
+    assert bounds[("train/token_mult_prob_error", "last")] == ("<", 1.1)
+    assert bounds[("train/max_seq_mult_prob_error", "median")] == ("<", 1.2)
+    assert bounds[("train/reward", "last")] == (">", 0.75)
+    assert bounds[("validation/accuracy", "last")] == (">", 0.65)
+    assert bounds[("train/avg_trajectory_age", "max")] == ("<=", 1.0)
 
 
 @pytest.mark.parametrize("experiment", ["megatron_40step", "smollm2_135m_chain_sum"])
@@ -99,7 +131,7 @@ def test_declared_prompt_length_holds_for_every_prompt(task: str) -> None:
     assert spec.max_prompt_tokens <= config.data.max_prompt_tokens
 
 
-@pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if name != "smollm2_135m_chain_sum"])
+@pytest.mark.parametrize("experiment", [name for name in ON_ONE_MACHINE if name != "smollm2_135m_chain_sum"])
 def test_responses_and_validation_fit_the_task_of_the_experiment(experiment: str) -> None:
     config = composed(experiment)
     spec = build_task(**config.data.kwargs())
