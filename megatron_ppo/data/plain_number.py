@@ -39,7 +39,7 @@ def plain_characters(text: str) -> str:
     `5²` is not 52.
     """
     return "".join(
-        str(unicodedata.decimal(character)) if unicodedata.category(character) == "Nd" else character
+        str(unicodedata.decimal(character)) if character.isdecimal() else character
         for character in text.translate(_CHARACTERS)
     )
 

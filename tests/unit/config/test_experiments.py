@@ -62,6 +62,10 @@ def test_the_reference_recipe_has_the_numbers_of_its_nightly_run() -> None:
     assert (loss.ratio_clip_min, loss.ratio_clip_max, loss.ratio_clip_c) == (0.2, 0.2, 3.0)
     assert (config.value_loss.cliprange, config.critic.optimizer.lr) == (0.5, 1e-5)
     assert config.schedule.max_trajectory_age_steps == 1
+    layouts = derive(config, 8, folders_may_be_absent=True)
+    assert str(layouts.policy) == "tp=2 pp=1 cp=2 dp=2"
+    assert config.policy.parallelism.sequence_parallel and config.critic.parallelism.sequence_parallel
+    assert str(layouts.critic) == "tp=2 pp=1 cp=1 dp=4"
     bounds = {(gate.metric, gate.stat): (gate.op, gate.value) for gate in config.gates.values()}
     assert bounds[("train/token_mult_prob_error", "median")] == ("<", 1.1)
     assert bounds[("train/token_mult_prob_error", "last")] == ("<", 1.1)
