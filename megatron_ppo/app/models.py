@@ -17,7 +17,7 @@ from megatron_ppo.mcore.checkpoint import ModelCheckpoints
 from megatron_ppo.mcore.critic import MegatronCritic
 from megatron_ppo.mcore.parallel import ParallelContext
 from megatron_ppo.mcore.policy import MegatronPolicy
-from megatron_ppo.mcore.settings import OptimizerSettings, SchedulerSettings
+from megatron_ppo.mcore.settings import OptimizerSettings, RecomputeSettings, SchedulerSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +69,7 @@ def _context(sizes: ParallelSizes, section: TrainedModelSection, timeout_s: floa
     return ParallelContext.create(
         tensor_model_parallel_size=sizes.tensor,
         pipeline_model_parallel_size=sizes.pipeline,
+        virtual_pipeline_model_parallel_size=section.parallelism.virtual_pipeline_model_parallel_size,
         context_parallel_size=sizes.context,
         sequence_parallel=section.parallelism.sequence_parallel,
         timeout_s=timeout_s,
@@ -80,6 +81,10 @@ def _training(section: TrainedModelSection, ticks: int) -> dict[str, Any]:
         "precision": section.precision,
         "train_micro_batch_size": section.train_micro_batch_size,
         "logprob_batch_size": section.logprob_batch_size,
+        "overlap_grad_reduce": section.overlap_grad_reduce,
+        "overlap_param_gather": section.overlap_param_gather,
+        "ddp_bucket_size": section.ddp_bucket_size,
+        "recompute": RecomputeSettings(**section.recompute.kwargs()),
         "optimizer": OptimizerSettings(**section.optimizer.model_dump()),
         "scheduler": _scheduler(section.scheduler, ticks),
     }

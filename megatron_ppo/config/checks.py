@@ -16,7 +16,7 @@ from typing import TypeVar, cast
 from megatron_ppo.config.derived import Derived, ModelFacts, ParallelSizes
 from megatron_ppo.config.layout import layout
 from megatron_ppo.config.messages import config_error
-from megatron_ppo.config.model_sections import ModelSource, TrainedModelSection
+from megatron_ppo.config.model_sections import ModelSource, ParallelismSection, TrainedModelSection
 from megatron_ppo.config.schema import RunConfig
 from megatron_ppo.config.targets import build, resolve
 from megatron_ppo.protocol.errors import ConfigError
@@ -28,6 +28,8 @@ _READ_FACTS = "megatron_ppo.warm_start.facts.model_facts"
 _MAP_FOLDER = "megatron_ppo.mcore.hf_config.read_hf_config"
 _OPTIMIZER = "megatron_ppo.mcore.settings.OptimizerSettings"
 _SCHEDULER = "megatron_ppo.mcore.settings.SchedulerSettings"
+_OVERLAP = "megatron_ppo.mcore.settings.OverlapSettings"
+_RECOMPUTE = "megatron_ppo.mcore.settings.RecomputeSettings"
 _CHECK_RUN_DIRECTORY = "megatron_ppo.telemetry.run_dir.check_base_dir"
 _CHECK_CONTINUED_RUN = "megatron_ppo.telemetry.run_dir.check_continued_run"
 
@@ -87,11 +89,12 @@ def derive(
         ("policy", config.policy, policy_model),
         ("critic", config.critic, critic_model),
     ):
+        findings.attempt(partial(_check_execution, key, section, model))
         if ranks is not None:
             sizes, problems = layout(
                 section.parallelism, key=f"{key}.parallelism", world_size=ranks, model=model
             )
-            findings.lines.extend(problems or _sharing_problems(config, key, sizes))
+            findings.lines.extend(problems or _sharing_problems(config, key, section.parallelism, sizes))
             layouts.append(sizes)
     if findings.lines:
         raise config_error(list(dict.fromkeys(findings.lines)))
@@ -268,7 +271,9 @@ def _batch_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _sharing_problems(config: RunConfig, key: str, sizes: ParallelSizes) -> Iterator[str]:
+def _sharing_problems(
+    config: RunConfig, key: str, parallelism: ParallelismSection, sizes: ParallelSizes
+) -> Iterator[str]:
     algorithm = config.algorithm
     sequences = algorithm.num_prompts_per_step * algorithm.num_generations_per_prompt
     if sequences % sizes.data:
@@ -281,6 +286,15 @@ def _sharing_problems(config: RunConfig, key: str, sizes: ParallelSizes) -> Iter
             f"algorithm.train_global_batch_size: got {algorithm.train_global_batch_size}; must be divisible "
             f"by the {key}'s data-parallel size {sizes.data}"
         )
+    else:
+        share = algorithm.train_global_batch_size // sizes.data
+        interleaved = (parallelism.virtual_pipeline_model_parallel_size or 1) > 1
+        if interleaved and share < sizes.pipeline:
+            yield (
+                f"{key}.parallelism.virtual_pipeline_model_parallel_size: got "
+                f"{parallelism.virtual_pipeline_model_parallel_size}; needs at least as many sequences per minibatch "
+                f"and data-parallel rank as stages, got {share} sequences and {sizes.pipeline} stages"
+            )
 
 
 def _length_problems(
@@ -342,6 +356,23 @@ def _check_optimizer(config: RunConfig, key: str, section: TrainedModelSection) 
     try:
         resolve(_OPTIMIZER)(**section.optimizer.kwargs())
         resolve(_SCHEDULER)(**{**section.scheduler.kwargs(), "lr_decay_steps": ticks})
+    except ConfigError as error:
+        raise ConfigError(f"{key}.{error}") from error
+
+
+def _check_execution(key: str, section: TrainedModelSection, model: ModelFacts | None) -> None:
+    """The rules of overlap and recomputation, which change no result."""
+    try:
+        resolve(_OVERLAP)(
+            overlap_grad_reduce=section.overlap_grad_reduce,
+            overlap_param_gather=section.overlap_param_gather,
+            ddp_bucket_size=section.ddp_bucket_size,
+        )
+        recompute = resolve(_RECOMPUTE)(**section.recompute.kwargs())
+        stages = section.parallelism.pipeline_model_parallel_size
+        chunks = stages * (section.parallelism.virtual_pipeline_model_parallel_size or 1)
+        if model is not None and model.num_layers % chunks == 0:
+            recompute.check_layers(model.num_layers // chunks)
     except ConfigError as error:
         raise ConfigError(f"{key}.{error}") from error
 

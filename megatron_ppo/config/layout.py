@@ -30,8 +30,19 @@ def layout(
         problems.append(
             f"{key}.sequence_parallel: got True; needs tensor_model_parallel_size > 1, got {tensor}"
         )
+    virtual = section.virtual_pipeline_model_parallel_size or 1
+    if virtual > 1 and pipeline == 1:
+        problems.append(
+            f"{key}.virtual_pipeline_model_parallel_size: got {virtual}; needs "
+            "pipeline_model_parallel_size > 1, got 1: chunks take turns over the stages of a pipeline"
+        )
     if model is not None:
         problems += _misfits(key, tensor, pipeline, model)
+        if virtual > 1 and model.num_layers % pipeline == 0 and model.num_layers % (pipeline * virtual):
+            problems.append(
+                f"{key}.virtual_pipeline_model_parallel_size: got {virtual}; pipeline {pipeline} * chunks {virtual} "
+                f"must divide the model's {model.num_layers} layers"
+            )
     return sizes, problems
 
 
@@ -53,12 +64,6 @@ def _unsupported(section: ParallelismSection, key: str) -> list[str]:
     return [
         f"{key}.{name}: got {value}; must be {allowed}, more is not supported yet"
         for name, value, allowed, used in (
-            (
-                "virtual_pipeline_model_parallel_size",
-                section.virtual_pipeline_model_parallel_size,
-                "null",
-                section.virtual_pipeline_model_parallel_size not in (None, 1),
-            ),
             (
                 "expert_model_parallel_size",
                 section.expert_model_parallel_size,

@@ -51,7 +51,10 @@ class ParallelismSection(Section):
     )
     pipeline_model_parallel_size: int = setting(1, "Stages that the layers are cut into.", unit="ranks", ge=1)
     virtual_pipeline_model_parallel_size: int | None = setting(
-        None, "Model chunks per stage. Only null is supported.", unit="chunks", ge=1
+        None,
+        "Model chunks per pipeline stage (interleaved schedule); pipeline * chunks must divide the layers. null is 1.",
+        unit="chunks",
+        ge=1,
     )
     context_parallel_size: int = setting(
         1,
@@ -98,6 +101,27 @@ class SchedulerSection(Section):
     )
 
 
+class RecomputeSection(Section):
+    """Activations that the backward pass computes again instead of keeping them. Changes no result."""
+
+    granularity: Literal["full", "selective"] | None = setting(
+        None, "null keeps all, full keeps the inputs of layers, selective recomputes `modules`."
+    )
+    method: Literal["uniform", "block"] | None = setting(
+        None,
+        "Of full: uniform keeps the input of every unit of num_layers layers; block recomputes the first num_layers "
+        "layers of each pipeline chunk.",
+    )
+    num_layers: int | None = setting(None, "Of full: see method.", unit="layers", ge=1)
+    modules: list[Literal["core_attn", "layernorm", "mlp", "moe"]] = setting(
+        doc="Of selective: what is recomputed.", default_factory=list
+    )
+
+    def kwargs(self) -> dict[str, Any]:
+        """Fields of `RecomputeSettings`."""
+        return {**self.model_dump(), "modules": tuple(self.modules)}
+
+
 class TrainedModelSection(BuiltSection):
     """What policy and critic have in common."""
 
@@ -115,6 +139,23 @@ class TrainedModelSection(BuiltSection):
         ge=1,
     )
     logprob_batch_size: int = setting(32, "Sequences per forward-only pass and rank.", unit="sequences", ge=1)
+    overlap_grad_reduce: bool = setting(
+        False, "Reduce gradients over the data-parallel ranks while the backward pass goes on."
+    )
+    overlap_param_gather: bool = setting(
+        False,
+        "Gather updated parameters in the next forward pass instead of at the end of the optimizer step; needs "
+        "overlap_grad_reduce.",
+    )
+    ddp_bucket_size: int | None = setting(
+        None,
+        "Parameters per overlapped bucket. null is Megatron's choice, at least 40 million; needs overlap_grad_reduce.",
+        unit="parameters",
+        ge=1,
+    )
+    recompute: RecomputeSection = setting(
+        doc="Activations computed twice to save memory.", default_factory=RecomputeSection
+    )
 
     def kwargs(self) -> dict[str, Any]:
         """Constructor keywords; the app adds the model folder and the process groups."""

@@ -130,7 +130,11 @@ def _yaml_body(section: type[BaseModel], values: dict[str, object]) -> str:
         value = values.get(name, _default(field, name, section))
         unit = _unit(field)
         lines.append(_comment(f"{field.description}{f' [{unit}]' if unit else ''}"))
-        lines.append(yaml.safe_dump({name: value}, width=10_000, allow_unicode=True))
+        if isinstance(value, BaseModel):
+            # A part without a group of its own.
+            lines.append(f"{name}:\n{textwrap.indent(_yaml_body(type(value), {}), '  ')}")
+        else:
+            lines.append(yaml.safe_dump({name: value}, width=10_000, allow_unicode=True))
     return "".join(lines)
 
 
@@ -188,7 +192,7 @@ def _section_text(name: str, section: type[BaseModel]) -> Iterator[str]:
     nested = []
     for key, field in field_keys(section):
         inner = sections_of(field.annotation)
-        if inner and key in ("parallelism", "optimizer", "scheduler"):
+        if inner and key in ("parallelism", "optimizer", "scheduler", "recompute"):
             nested.append((f"{name}.{key}", inner[0]))
             continue
         default = _default(field, key, section)
@@ -202,7 +206,7 @@ def _section_text(name: str, section: type[BaseModel]) -> Iterator[str]:
         yield f"### `{inner_name}`\n"
         yield from _section_text(inner_name, inner_section)
     if nested and name != "policy":
-        yield "`parallelism`, `optimizer` and `scheduler` have the keys of the policy's.\n"
+        yield "`parallelism`, `optimizer`, `scheduler` and `recompute` have the keys of the policy's.\n"
 
 
 def _shown(value: object) -> str:

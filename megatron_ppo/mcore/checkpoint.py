@@ -130,6 +130,8 @@ def _template(name: str, trained: TrainedModel, *, loading: bool) -> dict[str, A
         # Context ranks hold the same parameters as data-parallel ones.
         "dp_cp_group": trained.parallel.data_context,
     }
+    # Also before loading: a gather on its way would overwrite what is loaded.
+    trained.flush()
     # Layers are saved under their numbers in the whole model, so chunks share one name space.
     module = {
         f"chunk{index}": chunk.sharded_state_dict(metadata=metadata)

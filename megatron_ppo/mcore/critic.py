@@ -23,7 +23,13 @@ from megatron_ppo.data.microbatch_plan import BatchPolicy, fixed_size
 from megatron_ppo.mcore import platform
 from megatron_ppo.mcore.parallel import ParallelContext
 from megatron_ppo.mcore.residence import Residence
-from megatron_ppo.mcore.settings import OptimizerSettings, Precision, SchedulerSettings
+from megatron_ppo.mcore.settings import (
+    OptimizerSettings,
+    OverlapSettings,
+    Precision,
+    RecomputeSettings,
+    SchedulerSettings,
+)
 from megatron_ppo.numerics.loss_output import LossCounts, LossOutput
 from megatron_ppo.numerics.loss_settings import ValueLossSettings
 from megatron_ppo.numerics.value_losses import value_loss
@@ -53,6 +59,10 @@ class MegatronCritic:
         train_batches: BatchPolicy | None = None,
         score_batches: BatchPolicy | None = None,
         precision: Precision = "fp32",
+        overlap_grad_reduce: bool = False,
+        overlap_param_gather: bool = False,
+        ddp_bucket_size: int | None = None,
+        recompute: RecomputeSettings | None = None,
         value_loss: ValueLossSettings | None = None,
         seed: int = 42,
     ) -> None:
@@ -71,6 +81,12 @@ class MegatronCritic:
             pad_token_id=pad_token_id,
             seed=seed,
             value_head=True,
+            overlap=OverlapSettings(
+                overlap_grad_reduce=overlap_grad_reduce,
+                overlap_param_gather=overlap_param_gather,
+                ddp_bucket_size=ddp_bucket_size,
+            ),
+            recompute=RecomputeSettings() if recompute is None else recompute,
         )
         self.trained: TrainedModel = TrainedModel(settings)
         self._loss = ValueLossSettings() if value_loss is None else value_loss

@@ -18,6 +18,7 @@ Shape legend: B sequences, T token positions (right-padded).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -143,15 +144,26 @@ def _run_schedule(
         )
     # Every chunk of an interleaved stage sees all microbatches.
     iterators = [iter(microbatches) for _ in modules]
-    return platform.forward_backward_function(parallel.pp_size, parallel.virtual_size)(
-        forward_step_func=forward_step,
-        data_iterator=iterators if len(iterators) > 1 else iterators[0],
-        model=list(modules),
-        num_microbatches=len(microbatches),
-        # Only read when lengths are fixed; ours travel with each microbatch.
-        seq_length=microbatches[0].input_ids_SL.shape[1],
-        micro_batch_size=microbatches[0].input_ids_SL.shape[0],
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
-        **groups,
-    )
+    with _without_gradient_sync(config) if forward_only else contextlib.nullcontext():
+        return platform.forward_backward_function(parallel.pp_size, parallel.virtual_size)(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=list(modules),
+            num_microbatches=len(microbatches),
+            # Only read when lengths are fixed; ours travel with each microbatch.
+            seq_length=microbatches[0].input_ids_SL.shape[1],
+            micro_batch_size=microbatches[0].input_ids_SL.shape[0],
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+            **groups,
+        )
+
+
+@contextlib.contextmanager
+def _without_gradient_sync(config: Any) -> Iterator[None]:
+    """A forward-only pass has nothing to reduce, and Megatron would leave the context of `no_sync_func` open."""
+    no_sync_func, config.no_sync_func = config.no_sync_func, None
+    try:
+        yield
+    finally:
+        config.no_sync_func = no_sync_func

@@ -26,6 +26,7 @@ from megatron_ppo.mcore import platform
 from megatron_ppo.mcore.attention import SDPACoreAttention
 from megatron_ppo.mcore.hf_config import HFModelConfig
 from megatron_ppo.mcore.parallel import ParallelContext
+from megatron_ppo.mcore.settings import RecomputeSettings
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -68,7 +69,7 @@ def _leave_uninitialised(weight: Tensor) -> Tensor:
 
 
 def transformer_config(
-    model: HFModelConfig, parallel: ParallelContext, *, dtype: torch.dtype
+    model: HFModelConfig, parallel: ParallelContext, *, dtype: torch.dtype, recompute: RecomputeSettings
 ) -> TransformerConfig:
     """Megatron's description of the model, in fields that 0.16.x and 0.19.x share. Dropout is 0."""
     return TransformerConfig(
@@ -115,6 +116,10 @@ def transformer_config(
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         batch_p2p_sync=False,
+        recompute_granularity=recompute.granularity,
+        recompute_method=recompute.method,
+        recompute_num_layers=recompute.num_layers,
+        recompute_modules=list(recompute.modules) if recompute.modules else None,
         # Microbatches have their own lengths; Megatron allows that only with this MoE setting, dense models
         # included.
         variable_seq_lengths=True,

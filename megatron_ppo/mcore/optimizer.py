@@ -1,8 +1,8 @@
 """Megatron's distributed optimizer and its parameter scheduler, built from two small records.
 
-The distributed optimizer is always used: at data-parallel size 1 it is the same code with one shard. Overlap
-modes (gradient reduction, parameter gathering) stay off, so parameters are complete on every rank after each
-step.
+The distributed optimizer is always used: at data-parallel size 1 it is the same code with one shard. Without
+`overlap_param_gather` parameters are complete on every rank after each step; with it they are complete after the
+next forward pass or `finish_param_gather`, whichever comes first.
 
 Imports `megatron.core`, so `platform.install()` must have run.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
 from megatron_ppo.mcore.parallel import ParallelContext
-from megatron_ppo.mcore.settings import OptimizerSettings, SchedulerSettings
+from megatron_ppo.mcore.settings import OptimizerSettings, OverlapSettings, SchedulerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +45,20 @@ class ReleasableDDP(DistributedDataParallel):
 
 
 def wrap_data_parallel(
-    modules: Sequence[torch.nn.Module], config: TransformerConfig, parallel: ParallelContext
+    modules: Sequence[torch.nn.Module],
+    config: TransformerConfig,
+    parallel: ParallelContext,
+    overlap: OverlapSettings,
 ) -> tuple[DistributedDataParallel, ...]:
     """Megatron's DDP around each chunk of the model; gradients are reduced in float32, once per optimizer step."""
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
-        overlap_grad_reduce=False,
-        overlap_param_gather=False,
+        overlap_grad_reduce=overlap.overlap_grad_reduce,
+        overlap_param_gather=overlap.overlap_param_gather,
+        # The interleaved schedule starts the gathers of all stages together, see `overlap_communication`.
+        align_param_gather=overlap.overlap_param_gather and parallel.virtual_size > 1,
+        bucket_size=overlap.ddp_bucket_size,
         average_in_collective=False,
         check_for_nan_in_grad=False,
     )
@@ -69,6 +76,7 @@ def build_optimizer(
     parallel: ParallelContext,
     *,
     dtype: torch.dtype,
+    overlap_param_gather: bool = False,
 ) -> Any:
     """AdamW over float32 main parameters, sharded over the data group. No weight decay on vectors."""
     config = OptimizerConfig(
@@ -84,6 +92,7 @@ def build_optimizer(
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=True,
+        overlap_param_gather=overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(
         config, list(modules), use_gloo_process_groups=False, pg_collection=parallel.process_groups()
@@ -91,6 +100,51 @@ def build_optimizer(
     for chained in optimizer.chained_optimizers:
         initialise_adam_state(chained.optimizer)
     return optimizer
+
+
+def overlap_communication(
+    modules: Sequence[DistributedDataParallel], config: TransformerConfig, overlap: OverlapSettings
+) -> None:
+    """Tell Megatron's schedules, which read them from `config`, when to start reductions and gathers.
+
+    no_sync_func: microbatches but the last only add to the gradients.
+    grad_sync_func: with a pipeline, all stages start a chunk's reduction at about the same time.
+    param_sync_func: the same for gathers of an interleaved pipeline. Forward-only passes do not call it; there, as
+    without an interleaved pipeline, each module's forward hook gathers what it needs.
+    """
+    several = len(modules) > 1
+    if overlap.overlap_grad_reduce:
+        no_syncs = [module.no_sync for module in modules]
+        config.no_sync_func = no_syncs if several else no_syncs[0]
+        if config.pipeline_model_parallel_size > 1:
+            starts = [module.start_grad_sync for module in modules]
+            config.grad_sync_func = starts if several else starts[0]
+    if overlap.overlap_param_gather and several:
+        config.param_sync_func = [partial(_start_param_gather, module) for module in modules]
+
+
+def _start_param_gather(module: DistributedDataParallel, _parameters: object = None) -> None:
+    # Megatron's own start_param_sync gathers again what a forward-only pass has gathered since the step.
+    for group in _bucket_groups(module):
+        if not group.param_gather_dispatched:
+            group.start_param_sync()
+
+
+def finish_param_gather(modules: Sequence[DistributedDataParallel]) -> None:
+    """Make the parameters complete on this rank after a step with `overlap_param_gather`.
+
+    Collective over the data group; does nothing when they are. Without it, shards of other ranks are one step old
+    until the next forward pass.
+    """
+    for module in modules:
+        for group in _bucket_groups(module):
+            if group.param_gather_handle is not None or not group.param_gather_dispatched:
+                # Waits for a gather on its way, or else gathers now.
+                group.start_param_sync(force_sync=True)
+
+
+def _bucket_groups(module: DistributedDataParallel) -> list[Any]:
+    return [*module.bucket_groups, *module.expert_parallel_bucket_groups]
 
 
 def build_scheduler(

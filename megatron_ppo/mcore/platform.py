@@ -68,6 +68,7 @@ def install() -> None:
         _patch_megatron_rng()
     else:
         _import_megatron()
+    _patch_recomputation()
     _state["installed"] = True
 
 
@@ -232,6 +233,23 @@ def _patch_megatron_rng() -> None:
         # On the CPU both names mean the same generator, so this warning is always there and always wrong.
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
+
+
+def _patch_recomputation() -> None:
+    """Let selective recomputation of norms work without Transformer Engine.
+
+    In 0.16.x and 0.19.x alike `CheckpointWithoutOutput` takes its own default, `fp8=False`, for "FP8 is in use",
+    since it asks for `is not None`, and then looks for Transformer Engine's FP8 state.
+    """
+    random: Any = import_module("megatron.core.tensor_parallel.random")
+    if random.HAVE_TE:
+        return
+    original = random.CheckpointWithoutOutput.__init__
+
+    def without_fp8(self: Any, fp8: Any = None) -> None:
+        original(self, fp8=fp8 or None)
+
+    random.CheckpointWithoutOutput.__init__ = without_fp8
 
 
 def forward_backward_function(

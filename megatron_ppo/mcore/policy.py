@@ -23,7 +23,13 @@ from megatron_ppo.loop.residency import WEIGHTS, Part
 from megatron_ppo.mcore import platform
 from megatron_ppo.mcore.parallel import ParallelContext
 from megatron_ppo.mcore.residence import Residence
-from megatron_ppo.mcore.settings import OptimizerSettings, Precision, SchedulerSettings
+from megatron_ppo.mcore.settings import (
+    OptimizerSettings,
+    OverlapSettings,
+    Precision,
+    RecomputeSettings,
+    SchedulerSettings,
+)
 from megatron_ppo.mcore.vocab_parallel import vocab_parallel_entropy, vocab_parallel_logprobs
 from megatron_ppo.mcore.weights import export_hf_weights, hf_weight_metadata
 from megatron_ppo.numerics.loss_output import LossCounts, LossOutput, share
@@ -50,6 +56,8 @@ class MegatronPolicy:
         train_batches, score_batches: other ways to cut a batch, in place of these two: by a token budget, padded
             or packed.
         temperature: of sampling, > 0; log-probs and entropy are those of softmax(logits / temperature).
+        overlap_grad_reduce, overlap_param_gather, ddp_bucket_size: see `OverlapSettings`.
+        recompute: activations that the backward pass computes again; None = none.
         reference: keep a second, frozen copy of the initial weights for `reference_logprobs`.
         seed: of Megatron's generators.
     Raises: ConfigError for a model that cannot be mapped or cut, or a bad setting.
@@ -68,6 +76,10 @@ class MegatronPolicy:
         train_batches: BatchPolicy | None = None,
         score_batches: BatchPolicy | None = None,
         precision: Precision = "fp32",
+        overlap_grad_reduce: bool = False,
+        overlap_param_gather: bool = False,
+        ddp_bucket_size: int | None = None,
+        recompute: RecomputeSettings | None = None,
         temperature: float = 1.0,
         loss: PolicyLossSettings | None = None,
         reference: bool = False,
@@ -90,6 +102,12 @@ class MegatronPolicy:
             pad_token_id=pad_token_id,
             seed=seed,
             value_head=False,
+            overlap=OverlapSettings(
+                overlap_grad_reduce=overlap_grad_reduce,
+                overlap_param_gather=overlap_param_gather,
+                ddp_bucket_size=ddp_bucket_size,
+            ),
+            recompute=RecomputeSettings() if recompute is None else recompute,
         )
         self.trained: TrainedModel = TrainedModel(settings)
         self._temperature = temperature
@@ -136,6 +154,7 @@ class MegatronPolicy:
         rank.
         """
         self.residence.require(WEIGHTS, "reading the weights")
+        self.trained.flush()
         return export_hf_weights(self.trained.chunks, self.trained.weight_map)
 
     def parameters_hash(self) -> str:

@@ -9,6 +9,9 @@ from megatron_ppo.protocol.errors import ConfigError
 
 Precision = Literal["fp32", "bf16"]
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
+RecomputeGranularity = Literal["full", "selective"]
+RecomputeMethod = Literal["uniform", "block"]
+RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,3 +75,90 @@ class SchedulerSettings:
             )
         if not self.lr_warmup_init >= 0.0:
             raise ConfigError(f"scheduler.lr_warmup_init must be >= 0, got {self.lr_warmup_init}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapSettings:
+    """Which communication of the distributed optimizer runs beside computation. Changes no result.
+
+    Attributes:
+        overlap_grad_reduce: buckets of gradients are reduced while the backward pass goes on.
+        overlap_param_gather: updated parameters are gathered by the next forward pass, bucket by bucket, instead of
+            at the end of the optimizer step.
+        ddp_bucket_size: parameters per bucket; None is Megatron's choice (at least 40 million).
+    """
+
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    ddp_bucket_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            raise ConfigError(
+                "overlap_param_gather: got True; needs overlap_grad_reduce=true, got False: without it all parameters "
+                "are one bucket, and the gather could overlap with nothing"
+            )
+        if self.ddp_bucket_size is not None and self.ddp_bucket_size < 1:
+            raise ConfigError(f"ddp_bucket_size must be >= 1 or null, got {self.ddp_bucket_size}")
+        if self.ddp_bucket_size is not None and not self.overlap_grad_reduce:
+            raise ConfigError(
+                f"ddp_bucket_size: got {self.ddp_bucket_size}; must be null with overlap_grad_reduce=false, which "
+                "reduces all gradients at once"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputeSettings:
+    """Activations that the backward pass computes again instead of keeping them. Changes no result.
+
+    Attributes:
+        granularity: None = keep all; full = keep only the inputs of layers; selective = recompute `modules`.
+        method: of full. uniform: every unit of `num_layers` layers keeps its input only; block: only the first
+            `num_layers` layers of each chunk are recomputed.
+        num_layers: of full, >= 1; uniform needs it to divide the layers of a chunk.
+        modules: of selective: core_attn, layernorm, mlp, moe.
+    """
+
+    granularity: RecomputeGranularity | None = None
+    method: RecomputeMethod | None = None
+    num_layers: int | None = None
+    modules: tuple[RecomputeModule, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("granularity", self.granularity, get_args(RecomputeGranularity)),
+            ("method", self.method, get_args(RecomputeMethod)),
+            *(("modules", module, get_args(RecomputeModule)) for module in self.modules),
+        ):
+            if value is not None and value not in allowed:
+                raise ConfigError(f"recompute.{name} must be one of {', '.join(allowed)}, got {value!r}")
+        full, selective = self.granularity == "full", self.granularity == "selective"
+        for name, given, wanted in (
+            ("method", self.method is not None, full),
+            ("num_layers", self.num_layers is not None, full),
+            ("modules", bool(self.modules), selective),
+        ):
+            if given != wanted:
+                needs = "must be set" if wanted else "must not be set"
+                raise ConfigError(
+                    f"recompute.{name}: got {getattr(self, name)!r}; {needs} with "
+                    f"recompute.granularity={self.granularity or 'null'}"
+                )
+        if len(set(self.modules)) != len(self.modules):
+            raise ConfigError(f"recompute.modules: got {list(self.modules)}; names one of them twice")
+        if self.num_layers is not None and self.num_layers < 1:
+            raise ConfigError(f"recompute.num_layers must be >= 1, got {self.num_layers}")
+
+    def check_layers(self, layers: int) -> None:
+        """Raises: ConfigError if `num_layers` does not fit a pipeline chunk of `layers` layers."""
+        if self.num_layers is None:
+            return
+        if self.num_layers > layers:
+            raise ConfigError(
+                f"recompute.num_layers: got {self.num_layers}; must be <= {layers}, the layers of a pipeline chunk"
+            )
+        if self.method == "uniform" and layers % self.num_layers:
+            raise ConfigError(
+                f"recompute.num_layers: got {self.num_layers}; must divide {layers}, the layers of a pipeline chunk, "
+                "with recompute.method=uniform"
+            )

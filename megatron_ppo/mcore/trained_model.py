@@ -36,7 +36,13 @@ from megatron_ppo.mcore.parallel import ParallelContext
 from megatron_ppo.mcore.residence import Residence, trained_tensors
 from megatron_ppo.mcore.schedule import fewest_microbatches, largest_microbatch
 from megatron_ppo.mcore.sequences import Microbatch, microbatches
-from megatron_ppo.mcore.settings import OptimizerSettings, Precision, SchedulerSettings
+from megatron_ppo.mcore.settings import (
+    OptimizerSettings,
+    OverlapSettings,
+    Precision,
+    RecomputeSettings,
+    SchedulerSettings,
+)
 from megatron_ppo.mcore.weights import WeightMap, load_hf_weights, named_parameters
 from megatron_ppo.numerics.loss_output import LossCounts, LossOutput
 from megatron_ppo.numerics.reduce import MetricPart, combine, finalise, over_minibatches
@@ -69,6 +75,8 @@ class ModelSettings:
     pad_token_id: int
     seed: int
     value_head: bool
+    overlap: OverlapSettings
+    recompute: RecomputeSettings
 
     def __post_init__(self) -> None:
         if self.precision not in _DTYPES:
@@ -100,29 +108,55 @@ class TrainedModel:
             expert_model_parallel_size=self.parallel.ep_size,
             sequence_parallel=self.parallel.sequence_parallel,
         )
+        settings.recompute.check_layers(
+            self.model.num_layers // (self.parallel.pp_size * self.parallel.virtual_size)
+        )
         self.dtype = _DTYPES[settings.precision]
         # Dropout is 0, so these generators never draw; Megatron asks for their existence.
         model_parallel_cuda_manual_seed(
             settings.seed, tp_rank=self.parallel.tp_rank, ep_rank=0, etp_rank=0, force_reset_rng=True
         )
-        self.config = model.transformer_config(self.model, self.parallel, dtype=self.dtype)
+        self.config = model.transformer_config(
+            self.model, self.parallel, dtype=self.dtype, recompute=settings.recompute
+        )
         self.chunks = self._build()
         self.modules = optimizer.wrap_data_parallel(
-            [_with_precision(chunk, self) for chunk in self.chunks], self.config, self.parallel
+            [_with_precision(chunk, self) for chunk in self.chunks],
+            self.config,
+            self.parallel,
+            settings.overlap,
         )
         self.optimizer = optimizer.build_optimizer(
-            self.modules, settings.optimizer, self.parallel, dtype=self.dtype
+            self.modules,
+            settings.optimizer,
+            self.parallel,
+            dtype=self.dtype,
+            overlap_param_gather=settings.overlap.overlap_param_gather,
         )
         self.scheduler = optimizer.build_scheduler(self.optimizer, settings.scheduler, settings.optimizer)
         # Without these two neither the gradient reductions nor a loss scale would happen.
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
+        optimizer.overlap_communication(self.modules, self.config, settings.overlap)
         self.residence = Residence(
             "critic" if settings.value_head else "policy",
             trained_tensors(self.modules, self.optimizer),
-            # `.grad` of the optimizer's shards are views of the gradient buffer that outlive an update.
-            before=self.optimizer.zero_grad,
+            before=self._before_move,
         )
+
+    def _before_move(self) -> None:
+        self.flush()
+        # `.grad` of the optimizer's shards are views of the gradient buffer that outlive an update.
+        self.optimizer.zero_grad()
+
+    def flush(self) -> None:
+        """Complete the parameters on every rank; needed before they are read other than by a training pass.
+
+        Collective over the model's ranks. Does nothing without `overlap_param_gather`. Not between the backward pass
+        and the optimizer step, which would then not be gathered.
+        """
+        if self.settings.overlap.overlap_param_gather:
+            optimizer.finish_param_gather(self.modules)
 
     def _build(self) -> tuple[Any, ...]:
         chunks = model.build_model(
@@ -156,6 +190,7 @@ class TrainedModel:
         """
         if modules is None:
             self.residence.require(WEIGHTS, "a forward pass")
+            self.flush()
         return forward.token_pass(
             self.modules if modules is None else modules,
             self.config,
@@ -298,6 +333,7 @@ class TrainedModel:
         Cheap: one sum of bit patterns per parameter, no copy to the host.
         """
         self.residence.require(WEIGHTS, "a digest of the parameters")
+        self.flush()
         sums = [
             (name, int(_bits(parameter.detach()).sum(dtype=torch.int64)))
             for name, parameter in named_parameters(self.chunks)

@@ -142,6 +142,11 @@ def build(
 
 def full_parameters(model: MegatronPolicy | MegatronCritic) -> dict[str, Tensor]:
     """All weights in the Hugging Face layout, on every rank; a critic's head is `score`."""
+    model.trained.flush()
+    return _in_hugging_face_layout(model)
+
+
+def _in_hugging_face_layout(model: MegatronPolicy | MegatronCritic) -> dict[str, Tensor]:
     trained = model.trained
     metadata = hf_weight_metadata(trained.model, trained.dtype, value_head=trained.settings.value_head)
     return {
@@ -156,43 +161,47 @@ def scored(model: MegatronPolicy | MegatronCritic, batch: TrainBatch) -> Tensor:
 
 
 def full_gradients(model: MegatronPolicy | MegatronCritic) -> dict[str, Tensor]:
-    """What the optimizer is about to use, in the names and shapes of `full_parameters`; before clipping."""
-    trained = model.trained
-    for module in trained.modules:
-        for buffer in module.buffers + module.expert_parallel_buffers:
-            group = buffer.data_parallel_group
-            for bucket in buffer.buckets:
-                # Each rank of the group has reduced its own part.
-                mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
-    parameters = [parameter for chunk in trained.chunks for parameter in chunk.parameters()]
-    kept = [parameter.detach().clone() for parameter in parameters]
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.copy_(parameter.main_grad)  # type: ignore[attr-defined]
-        gradients = full_parameters(model)
-        for parameter, value in zip(parameters, kept, strict=True):
-            parameter.copy_(value)
-    return gradients
+    """Gradients as `full_parameters` gives the weights; only between the reduction and the optimizer step."""
+    for module in model.trained.modules:
+        for group in (*module.bucket_groups, *module.expert_parallel_bucket_groups):
+            for bucket in group.buckets:
+                # The distributed optimizer reduces each rank's shard only.
+                size = group.intra_distributed_optimizer_instance_size
+                shard = bucket.grad_data.chunk(size)[group.intra_distributed_optimizer_instance_rank].clone()
+                shards = list(torch.empty_like(bucket.grad_data).chunk(size))
+                dist.all_gather(shards, shard, group=group.intra_distributed_optimizer_instance_group)
+                bucket.grad_data.copy_(torch.cat(shards))
+    parameters = [parameter for chunk in model.trained.chunks for parameter in chunk.parameters()]
+    weights = [parameter.data for parameter in parameters]
+    for parameter in parameters:
+        parameter.data = parameter.main_grad
+    try:
+        return _in_hugging_face_layout(model)
+    finally:
+        for parameter, weight in zip(parameters, weights, strict=True):
+            parameter.data = weight
 
 
 def train(*, kind: str, folder: str, layout: Layout, steps: int = 3, **changes: Any) -> dict[str, Any]:
-    """`steps` updates of one minibatch each; metrics of each, the first gradients, then all weights and scores."""
+    """`steps` updates of one minibatch each; metrics of each, the first gradient, all weights and scores."""
     with context(layout) as parallel:
         model = build(kind, folder, parallel, **changes)
-        gradients: dict[str, Tensor] = {}
-        step_of_model = model.trained._apply
+        before = scored(model, random_batch())
+        gradients: list[dict[str, Tensor]] = []
+        apply = model.trained._apply
 
-        def watched(minibatch: TrainBatch) -> float:
-            if not gradients:
-                gradients.update(full_gradients(model))
-            return step_of_model(minibatch)
+        def keep_gradients(minibatch: TrainBatch) -> float:
+            gradients.append(full_gradients(model))
+            return apply(minibatch)
 
-        model.trained._apply = watched  # type: ignore[method-assign]
-        metrics = [model.update([random_batch(seed=step)]) for step in range(steps)]
+        model.trained._apply = keep_gradients  # type: ignore[method-assign]
+        metrics = [model.update([random_batch(seed=0)])]
+        model.trained._apply = apply  # type: ignore[method-assign]
+        metrics += [model.update([random_batch(seed=step)]) for step in range(1, steps)]
         return {
             "metrics": metrics,
-            "gradients": gradients,
+            "gradients": gradients[0],
+            "scores_before": before,
             "parameters": full_parameters(model),
             "scores": scored(model, random_batch()),
             "hash": model.parameters_hash(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from megatron_ppo.data.microbatch_plan import TokenBudget
+from megatron_ppo.mcore.settings import RecomputeSettings
 from tests.functional.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.megatron
@@ -20,18 +22,70 @@ TP2: Layout = {"tensor_model_parallel_size": 2}
 SP: Layout = {"sequence_parallel": True}
 PP2: Layout = {"pipeline_model_parallel_size": 2}
 CP2: Layout = {"context_parallel_size": 2}
-LAYOUTS: dict[str, Layout] = {"tp2": TP2, "tp2_sp": TP2 | SP, "pp2": PP2, "dp2": {}, "cp2": CP2}
-LAYOUTS_OF_FOUR: dict[str, Layout] = {
-    "tp2_cp2": TP2 | CP2,
-    "tp2_sp_cp2": TP2 | SP | CP2,
-    "cp2_dp2": CP2,
-    "cp2_pp2": CP2 | PP2,
-    "cp4": {"context_parallel_size": 4},
-}
+VPP2: Layout = {"virtual_pipeline_model_parallel_size": 2}
 # Sequences have 7 to 14 tokens: 2 to 5 of them in a microbatch, of different numbers.
 PACKED = {
     "train_batches": TokenBudget(tokens=40, packed=True),
     "score_batches": TokenBudget(tokens=32, packed=True),
+}
+# Buckets of fewer parameters than the model has, so that several are on their way at a time.
+GRAD_OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 20_000}
+OVERLAP = GRAD_OVERLAP | {"overlap_param_gather": True}
+ALL_LAYERS = {"recompute": RecomputeSettings(granularity="full", method="uniform", num_layers=1)}
+FIRST_LAYER = {"recompute": RecomputeSettings(granularity="full", method="block", num_layers=1)}
+MODULES = {"recompute": RecomputeSettings(granularity="selective", modules=("core_attn", "layernorm", "mlp"))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One way to train the same model on the same batches.
+
+    Attributes:
+        layout: of the ranks.   world_size: 1 runs without a launcher.
+        changes: further constructor arguments.   model: a kind of `jobs.MODEL_KINDS`.
+    """
+
+    layout: Layout = field(default_factory=dict)
+    world_size: int = 2
+    changes: dict[str, Any] = field(default_factory=dict)
+    model: str = "qwen2"
+
+
+# Four layers, so that two stages can have two chunks each.
+DEEP = "qwen2_deep"
+TABLE: dict[str, Row] = {
+    "tp2": Row(layout=TP2),
+    "tp2_sp": Row(layout=TP2 | SP),
+    "pp2": Row(layout=PP2),
+    "dp2": Row(),
+    "cp2": Row(layout=CP2),
+    "dp2_grad_overlap": Row(changes=GRAD_OVERLAP),
+    "dp2_overlap": Row(changes=OVERLAP),
+    "pp2_vpp2": Row(layout=PP2 | VPP2, model=DEEP),
+    # Three microbatches of different lengths: a group of three, since one may not be left over.
+    "pp2_vpp2_three_microbatches": Row(layout=PP2 | VPP2, model=DEEP, changes={"train_micro_batch_size": 3}),
+    "full_recompute": Row(world_size=1, changes=ALL_LAYERS),
+    "block_recompute": Row(world_size=1, changes=FIRST_LAYER),
+    "selective_recompute": Row(world_size=1, changes=MODULES),
+    "tp2_sp_full_recompute": Row(layout=TP2 | SP, changes=ALL_LAYERS),
+    "pp2_vpp2_selective_recompute": Row(layout=PP2 | VPP2, model=DEEP, changes=MODULES),
+    "tp2_cp2": Row(layout=TP2 | CP2, world_size=4),
+    "tp2_sp_cp2": Row(layout=TP2 | SP | CP2, world_size=4),
+    "cp2_dp2": Row(layout=CP2, world_size=4),
+    "cp2_pp2": Row(layout=CP2 | PP2, world_size=4),
+    "cp4": Row(layout={"context_parallel_size": 4}, world_size=4),
+    "tp2_sp_pp2_vpp2": Row(layout=TP2 | SP | PP2 | VPP2, world_size=4, model=DEEP),
+    "pp2_dp2_overlap": Row(layout=PP2, world_size=4, changes=OVERLAP),
+    "pp2_vpp2_dp2_overlap": Row(
+        layout=PP2 | VPP2, world_size=4, model=DEEP, changes=OVERLAP | {"train_micro_batch_size": 2}
+    ),
+    # Packed sequences.
+    "tp2_sp_packed": Row(layout=TP2 | SP, changes=PACKED),
+    "pp2_packed": Row(layout=PP2, changes=PACKED),
+    "dp2_packed": Row(changes=PACKED),
+    "cp2_packed": Row(layout=CP2, changes=PACKED),
+    "tp2_sp_cp2_packed": Row(layout=TP2 | SP | CP2, world_size=4, changes=PACKED),
+    "pp2_vpp2_packed_full_recompute": Row(layout=PP2 | VPP2, model=DEEP, changes=PACKED | ALL_LAYERS),
 }
 # float32 sums in another order: relative differences of a few 1e-7 per reduction, grown over three steps.
 RELATIVE = 1e-5
@@ -72,6 +126,7 @@ def assert_same_training(seen: dict[str, Any], expected: dict[str, Any], prefix:
     for name, tensor in expected["gradients"].items():
         difference = float((seen["gradients"][name] - tensor).abs().max())
         assert difference <= GRADIENT_RELATIVE * scale, f"gradient of {name}"
+    torch.testing.assert_close(seen["scores_before"], expected["scores_before"], rtol=0.0, atol=1e-5)
     for name, tensor in expected["parameters"].items():
         torch.testing.assert_close(
             seen["parameters"][name],
@@ -83,59 +138,28 @@ def assert_same_training(seen: dict[str, Any], expected: dict[str, Any], prefix:
     torch.testing.assert_close(seen["scores"], expected["scores"], rtol=VALUE_RELATIVE, atol=1e-5)
 
 
-def assert_trains_like_one_process(
-    workers: WorkerGroup, folder: Path, expected: dict[str, Any], kind: str, world_size: int, **job: Any
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+@pytest.mark.parametrize("name", TABLE)
+def test_a_layout_trains_like_one_process(
+    workers: WorkerGroup,
+    tiny_model: Callable[[str], Path],
+    one_process: Callable[[str, str], dict[str, Any]],
+    name: str,
+    kind: str,
 ) -> None:
-    ranks = workers.run(JOBS + "train", kind=kind, folder=str(folder), world_size=world_size, **job)
+    row = TABLE[name]
+    arguments = {"kind": kind, "folder": str(tiny_model(row.model)), "layout": row.layout, **row.changes}
+    if row.world_size == 1:
+        ranks = [workers.run_alone(JOBS + "train", **arguments)]
+    else:
+        ranks = workers.run(JOBS + "train", world_size=row.world_size, **arguments)
+    expected = one_process(kind, row.model)
     for rank in ranks:
         assert_same_training(rank, expected, "train" if kind == "policy" else "train/critic")
         # Results are not only close but the same on every rank, so that all ranks take the same decisions.
         assert rank["metrics"] == ranks[0]["metrics"]
         assert torch.equal(rank["scores"], ranks[0]["scores"])
         assert rank["hash"] == ranks[0]["hash"]
-
-
-@pytest.mark.parametrize("kind", ["policy", "critic"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_of_two_ranks_trains_like_one_process(
-    workers: WorkerGroup,
-    tiny_model: Callable[[str], Path],
-    one_process: Callable[[str, str], dict[str, Any]],
-    layout: str,
-    kind: str,
-) -> None:
-    expected = one_process(kind, "qwen2")
-    assert_trains_like_one_process(workers, tiny_model("qwen2"), expected, kind, 2, layout=LAYOUTS[layout])
-
-
-@pytest.mark.parametrize("kind", ["policy", "critic"])
-@pytest.mark.parametrize("layout", LAYOUTS_OF_FOUR)
-def test_a_layout_of_four_ranks_trains_like_one_process(
-    workers: WorkerGroup,
-    tiny_model: Callable[[str], Path],
-    one_process: Callable[[str, str], dict[str, Any]],
-    layout: str,
-    kind: str,
-) -> None:
-    expected = one_process(kind, "qwen2")
-    assert_trains_like_one_process(
-        workers, tiny_model("qwen2"), expected, kind, 4, layout=LAYOUTS_OF_FOUR[layout]
-    )
-
-
-@pytest.mark.parametrize("kind", ["policy", "critic"])
-@pytest.mark.parametrize("layout", ["tp2_sp", "pp2", "dp2", "cp2", "tp2_sp_cp2"])
-def test_packed_sequences_train_like_padded_ones(
-    workers: WorkerGroup,
-    tiny_model: Callable[[str], Path],
-    one_process: Callable[[str, str], dict[str, Any]],
-    layout: str,
-    kind: str,
-) -> None:
-    expected = one_process(kind, "qwen2")
-    world_size = 2 if layout in LAYOUTS else 4
-    changes = {**PACKED, "layout": (LAYOUTS | LAYOUTS_OF_FOUR)[layout]}
-    assert_trains_like_one_process(workers, tiny_model("qwen2"), expected, kind, world_size, **changes)
 
 
 @pytest.mark.parametrize("layout", ["tp2_sp", "pp2"])
@@ -148,7 +172,7 @@ def test_tied_embeddings_and_query_key_norms_train_alike_in_every_layout(
     model: str,
 ) -> None:
     folder = str(tiny_model(model))
-    ranks = workers.run(JOBS + "train", kind="policy", folder=folder, layout=LAYOUTS[layout])
+    ranks = workers.run(JOBS + "train", kind="policy", folder=folder, layout=TABLE[layout].layout)
     for rank in ranks:
         assert_same_training(rank, one_process("policy", model), "train")
 
@@ -157,7 +181,7 @@ def test_query_key_norms_without_sequence_parallelism_train_like_one_process(
     workers: WorkerGroup, tiny_model: Callable[[str], Path], one_process: Callable[[str, str], dict[str, Any]]
 ) -> None:
     # Their gradients differ per tensor rank even when the sequence is whole: each rank sees its heads only.
-    ranks = workers.run(JOBS + "train", kind="policy", folder=str(tiny_model("qwen3")), layout=LAYOUTS["tp2"])
+    ranks = workers.run(JOBS + "train", kind="policy", folder=str(tiny_model("qwen3")), layout=TP2)
     assert_same_training(ranks[1], one_process("policy", "qwen3"), "train")
 
 
@@ -193,8 +217,10 @@ def test_the_cut_into_microbatches_changes_no_result(
         (2, TP2, {}, {}),
         # The layouts of the reference's nightly run, the critic with dynamic batches.
         (4, TP2 | CP2, TP2 | SP, {"train_batches": TokenBudget(tokens=40, packed=False)}),
+        # A pipeline next to none, and the critic's communication overlapped.
+        (2, PP2, {}, OVERLAP),
     ],
-    ids=["tp2_and_dp2", "tp2_cp2_and_tp2_sp"],
+    ids=["tp2_and_dp2", "tp2_cp2_and_tp2_sp", "pp2_and_dp2_overlap"],
 )
 def test_policy_and_critic_may_have_different_layouts_on_the_same_ranks(
     workers: WorkerGroup,

@@ -127,6 +127,16 @@ BAD_VALUES: list[tuple[dict[str, Any], list[str]]] = [
         {"policy.scheduler.lr_warmup_steps": 6},
         ["policy.scheduler.lr_warmup_steps", "got 6", "lr_decay_steps=6"],
     ),
+    (
+        {"policy.overlap_param_gather": True},
+        ["policy.overlap_param_gather", "needs overlap_grad_reduce=true"],
+    ),
+    ({"critic.ddp_bucket_size": 100}, ["critic.ddp_bucket_size", "got 100", "overlap_grad_reduce=false"]),
+    ({"policy.recompute.granularity": "full"}, ["policy.recompute.method", "must be set"]),
+    (
+        {"policy.recompute.granularity": "some"},
+        ["policy.recompute.granularity", "'some'", "allowed", "'full'"],
+    ),
     ({"loss.ratio_clip_c": 0.5}, ["loss.ratio_clip_c", "0.5", "> 1"]),
     ({"value_loss.cliprange": -1.0}, ["value_loss.cliprange", "-1.0", "> 0"]),
     ({"inference.engine": {"model": "x"}}, ["inference.engine.model", "policy.model"]),
@@ -182,7 +192,39 @@ BAD_LAYOUTS: list[tuple[dict[str, Any], int, list[str]]] = [
     (
         {"policy.parallelism.virtual_pipeline_model_parallel_size": 2},
         1,
-        ["virtual_pipeline_model_parallel_size", "got 2", "not supported yet"],
+        [
+            "policy.parallelism.virtual_pipeline_model_parallel_size",
+            "got 2",
+            "pipeline_model_parallel_size > 1, got 1",
+        ],
+    ),
+    (
+        {
+            "critic.parallelism.pipeline_model_parallel_size": 2,
+            "critic.parallelism.virtual_pipeline_model_parallel_size": 2,
+        },
+        2,
+        ["critic.parallelism.virtual_pipeline_model_parallel_size", "got 2", "divide the model's 2 layers"],
+    ),
+    (
+        {
+            "policy.model.recipe.num_layers": 4,
+            "policy.parallelism.pipeline_model_parallel_size": 2,
+            "policy.parallelism.virtual_pipeline_model_parallel_size": 2,
+            "algorithm.train_global_batch_size": 1,
+        },
+        2,
+        ["policy.parallelism.virtual_pipeline_model_parallel_size", "got 1 sequences and 2 stages"],
+    ),
+    (
+        {
+            "policy.parallelism.pipeline_model_parallel_size": 2,
+            "policy.recompute.granularity": "full",
+            "policy.recompute.method": "block",
+            "policy.recompute.num_layers": 2,
+        },
+        2,
+        ["policy.recompute.num_layers", "got 2", "must be <= 1", "pipeline chunk"],
     ),
     (
         {
