@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from megatron_ppo.telemetry.accelerators import APEX_UNRELATED, Accelerators, Package, probe, select
+
 GIB = 2**30
 
 # The whole process tree of the default experiment with one trainer rank stays below this.
@@ -30,6 +32,8 @@ SHARED_MEMORY_BYTES = GIB // 2
 # A run directory with checkpoints of the default experiment is far smaller; a pretrained model needs this.
 FREE_DISK_BYTES = 5 * GIB
 MINIMUM_PYTHON = (3, 11)
+# From here on the CPU set has the newest megatron-core, which refuses older interpreters.
+COMPAT_PYTHON = (3, 12)
 
 # What a run cannot start without, whatever else the requirements list.
 REQUIRED = (
@@ -88,14 +92,19 @@ def examine(*, requirements_dir: Path, write_dirs: Sequence[Path]) -> list[Check
     """
     installed = installed_versions()
     build = torch_build()
-    pins = read_pins(requirements_for(installed, requirements_dir))
+    pins = read_pins(requirements_for(installed, requirements_dir, python=sys.version_info[:2]))
+    gpus = gpu_names(Path("/proc/driver/nvidia/gpus"), Path("/dev"))
+    cuda = build is not None and build.cuda is not None and bool(gpus)
+    accelerators = probe(cuda=cuda, versions=installed)
     return [
         check_python(sys.version_info[:2]),
-        check_torch(build, has_gpu=Path("/dev/nvidia0").exists()),
+        check_torch(build, has_gpu=bool(gpus)),
+        check_gpus(gpus),
         check_engine(installed),
         *check_packages(installed, pins),
-        check_transformer_engine(installed, needed=build is not None and build.cuda is not None),
-        check_apex(_apex_folder(), needed=build is not None and build.cuda is not None),
+        check_transformer_engine(accelerators.transformer_engine, needed=cuda),
+        check_apex(accelerators.apex, needed=cuda),
+        *check_kernels(accelerators),
         check_compiler(),
         check_cores(len(os.sched_getaffinity(0)), quota=_cpu_quota()),
         check_memory(available_memory_bytes()),
@@ -127,10 +136,15 @@ def torch_build() -> TorchBuild | None:
     return TorchBuild(version=version[1] if version else "unknown", cuda=cuda[1] if cuda else None)
 
 
-def requirements_for(installed: Mapping[str, str], requirements_dir: Path) -> list[Path]:
-    """The files of the set in use: the GPU set where vLLM's CUDA build is installed, else the CPU set."""
-    package_set = "gpu" if "vllm" in installed else "cpu"
-    return sorted(requirements_dir.glob(f"{package_set}*.txt"))
+def requirements_for(
+    installed: Mapping[str, str], requirements_dir: Path, *, python: tuple[int, int]
+) -> list[Path]:
+    """The files of the set in use: GPU where vLLM's CUDA build is there, else CPU; under 3.12 that of `make compat`."""
+    if "vllm" in installed:
+        names = ("gpu-nodeps.txt", "gpu.txt")
+    else:
+        names = ("compat-nodeps.txt" if python >= COMPAT_PYTHON else "cpu-nodeps.txt", "cpu.txt")
+    return [requirements_dir / name for name in names if (requirements_dir / name).is_file()]
 
 
 def read_pins(files: Iterable[Path]) -> dict[str, str]:
@@ -221,46 +235,61 @@ def check_packages(installed: Mapping[str, str], pins: Mapping[str, str]) -> lis
     ]
 
 
-def check_transformer_engine(installed: Mapping[str, str], *, needed: bool) -> Check:
-    """Transformer Engine; without it Megatron-Core uses its own layers, which is what the CPU set does."""
-    version = installed.get("transformer-engine")
-    if version is not None:
-        return Check(name="transformer engine", status=Status.OK, found=version)
+def gpu_names(driver_dir: Path, device_dir: Path) -> list[str]:
+    """Model of every NVIDIA GPU, as the driver lists them; "unknown model" where only the device file is there."""
+    names = []
+    for information in sorted(driver_dir.glob("*/information")):
+        model = re.search(r"^Model:\s*(.+)$", information.read_text(encoding="utf-8"), re.MULTILINE)
+        names.append(model[1].strip() if model else "unknown model")
+    devices = [path for path in device_dir.glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
+    return names or ["unknown model"] * len(devices)
+
+
+def check_gpus(names: Sequence[str]) -> Check:
+    """The GPUs of this machine; none is fine, the CPU set runs without."""
+    found = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    return Check(name="GPUs", status=Status.OK, found=found or "none (runs on CPU)")
+
+
+def check_transformer_engine(package: Package, *, needed: bool) -> Check:
+    """Transformer Engine; without it the trainer uses Megatron's local layers, which is what the CPU set does."""
+    name = "transformer engine"
+    if package.usable:
+        found = package.version or "unknown version"
+        return Check(
+            name=name, status=Status.OK, found=found if needed else f"{found} (no CUDA device: not used)"
+        )
     if needed:
-        return Check(
-            name="transformer engine",
-            status=Status.WARNING,
-            found="none",
-            advice="Megatron's local layers are used; it adds fused layers, fp8 and context parallelism",
-        )
-    return Check(name="transformer engine", status=Status.OK, found="none (not used on CPU)")
-
-
-def check_apex(folder: Path | None, *, needed: bool) -> Check:
-    """NVIDIA Apex, told apart from the unrelated package of the same name.
-
-    Args:
-        folder: where `import apex` would load from; None when it would fail.
-    """
-    name = "nvidia apex"
-    if folder is not None and not (folder / "multi_tensor_apply").is_dir():
-        return Check(
-            name=name,
-            status=Status.WARNING,
-            found=f"another package called apex in {folder}",
-            advice="the apex of the package index is an unrelated toolkit; uninstall it, and build "
-            "NVIDIA Apex from its source repository if you want its fused kernels",
-        )
-    if folder is not None:
-        return Check(name=name, status=Status.OK, found=str(folder))
-    if needed:
-        return Check(
-            name=name,
-            status=Status.WARNING,
-            found="none",
-            advice="optional: build it from its repository; the apex of the package index is unrelated",
-        )
+        advice = "Megatron's local layers are used; it adds fused layers, flash attention and a fused Adam"
+        return Check(name=name, status=Status.WARNING, found=package.problem, advice=advice)
     return Check(name=name, status=Status.OK, found="none (not used on CPU)")
+
+
+def check_apex(package: Package, *, needed: bool) -> Check:
+    """NVIDIA Apex, told apart from the unrelated package of the same name."""
+    name = "nvidia apex"
+    if package.usable:
+        found = package.version or "unknown version"
+        return Check(
+            name=name, status=Status.OK, found=found if needed else f"{found} (no CUDA device: not used)"
+        )
+    if APEX_UNRELATED in package.problem:
+        return Check(
+            name=name,
+            status=Status.WARNING,
+            found=package.problem,
+            advice="uninstall it; build NVIDIA Apex from its source repository if you want its fused kernels",
+        )
+    if needed:
+        advice = "optional: build it from its repository; the apex of the package index is unrelated"
+        return Check(name=name, status=Status.WARNING, found=package.problem, advice=advice)
+    return Check(name=name, status=Status.OK, found="none (not used on CPU)")
+
+
+def check_kernels(accelerators: Accelerators) -> list[Check]:
+    """What a bf16 model with `transformer_impl: auto` would run on, and why."""
+    kernels = select(accelerators, transformer_impl="auto", precision="bf16")
+    return [Check(name=name, status=Status.OK, found=text) for name, text in kernels.described().items()]
 
 
 def check_compiler() -> Check:
@@ -394,12 +423,6 @@ def _same_version(version: str, pin: str) -> bool:
 
 def _normalised(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def _apex_folder() -> Path | None:
-    spec = importlib.util.find_spec("apex")
-    locations = list(spec.submodule_search_locations or ()) if spec is not None else []
-    return Path(locations[0]) if locations else None
 
 
 def _cpu_quota() -> float | None:

