@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ppo.app.actors import RunActors, run_actors
+from megatron_ppo.app.kernels import choose_kernels
 from megatron_ppo.app.limits import control_timeout_s
 from megatron_ppo.app.parts import PartsBuilder, refit_backend
 from megatron_ppo.app.termination import is_own_cause, lost_a_peer, terminate_as_exit
@@ -158,7 +159,10 @@ class _Job:
     @contextlib.contextmanager
     def _parts(self) -> Iterator[tuple[LoopSettings, Parts]]:
         config, derived, rank_zero = self.config, self.derived, self.rank_zero
-        refit_backend(config, self.runtime.device)  # refused here, before anything is started
+        refit_backend(config, self.runtime.device)  # both refused here, before anything is started
+        kernels = choose_kernels(config, cuda=self.runtime.device.type == "cuda")
+        if self.opened is not None:
+            self.opened.record_kernels({name: chosen.described() for name, chosen in kernels.items()})
         policy_folder, critic_folder = self._model_folders()
         task_kwargs = self._task_kwargs(policy_folder)
         task = build_task(**task_kwargs)

@@ -79,6 +79,7 @@ def _context(sizes: ParallelSizes, section: TrainedModelSection, timeout_s: floa
 def _training(section: TrainedModelSection, ticks: int) -> dict[str, Any]:
     return {
         "precision": section.precision,
+        "transformer_impl": section.transformer_impl,
         "train_micro_batch_size": section.train_micro_batch_size,
         "logprob_batch_size": section.logprob_batch_size,
         "overlap_grad_reduce": section.overlap_grad_reduce,

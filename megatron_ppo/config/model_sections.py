@@ -132,6 +132,11 @@ class TrainedModelSection(BuiltSection):
     optimizer: OptimizerSection = setting(doc="AdamW.", default_factory=OptimizerSection)
     scheduler: SchedulerSection = setting(doc="Learning-rate schedule.", default_factory=SchedulerSection)
     precision: Literal["fp32", "bf16"] = setting("fp32", "Number format of weights and activations.")
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = setting(
+        "auto",
+        "Whose layers. auto is Transformer Engine's where it can be used, otherwise Megatron's local ones; "
+        "transformer_engine is refused where it cannot.",
+    )
     train_micro_batch_size: int = setting(
         8,
         "Sequences per forward-backward pass and rank. Does not change the gradient.",

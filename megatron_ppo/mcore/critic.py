@@ -33,6 +33,7 @@ from megatron_ppo.mcore.settings import (
 from megatron_ppo.numerics.loss_output import LossCounts, LossOutput
 from megatron_ppo.numerics.loss_settings import ValueLossSettings
 from megatron_ppo.numerics.value_losses import value_loss
+from megatron_ppo.telemetry.accelerators import TransformerImpl
 
 if TYPE_CHECKING:
     from megatron_ppo.mcore.sequences import Microbatch
@@ -59,6 +60,7 @@ class MegatronCritic:
         train_batches: BatchPolicy | None = None,
         score_batches: BatchPolicy | None = None,
         precision: Precision = "fp32",
+        transformer_impl: TransformerImpl = "auto",
         overlap_grad_reduce: bool = False,
         overlap_param_gather: bool = False,
         ddp_bucket_size: int | None = None,
@@ -74,6 +76,7 @@ class MegatronCritic:
             folder=Path(model),
             parallel=parallel,
             precision=precision,
+            transformer_impl=transformer_impl,
             optimizer=optimizer,
             scheduler=scheduler,
             train_batches=train_batches or fixed_size("train_micro_batch_size", train_micro_batch_size),

@@ -3,7 +3,9 @@
 One table for every direction: loading, exporting, the metadata of a refit, and the check of a model folder before
 anything starts. Standard library only.
 
-Layout of the fused parameters (Megatron's local layer spec):
+Names are those of Megatron's local layer spec; `canonical_name` translates Transformer Engine's.
+
+Layout of the fused parameters:
     linear_qkv  per key/value head: its query heads, its key, its value; cut over TP by key/value heads.
     linear_fc1  per TP rank: its rows of gate, then its rows of up.
 
@@ -21,6 +23,11 @@ from megatron_ppo.mcore.hf_config import HFModelConfig
 # whole: the same on every rank.  rows: of the padded vocabulary.  columns: of the second matrix of a pair.
 Cut = Literal["whole", "rows", "columns", "qkv", "gate_up"]
 Shape = tuple[int, ...]
+
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +80,15 @@ def weight_pieces(model: HFModelConfig, *, value_head: bool = False) -> list[Wei
     elif not model.tied:
         pieces.append(_outer("output_layer.weight", "lm_head.weight", vocabulary, "rows"))
     return pieces
+
+
+def canonical_name(inside: str) -> str:
+    """What the local spec calls the parameter of a layer that Transformer Engine's spec calls `inside`.
+
+    Transformer Engine fuses a norm into the linear layer behind it, which then holds the norm's weight. Layers with
+    experts keep the norm before the router apart. All other names are the same.
+    """
+    return _FUSED_NORMS.get(inside, inside)
 
 
 def tied_head_piece(model: HFModelConfig) -> WeightPiece:

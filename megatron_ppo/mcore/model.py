@@ -1,8 +1,7 @@
 """Builds Megatron-Core GPT models, with a language-model head or a scalar value head, from an HFModelConfig.
 
-Megatron's local layer spec everywhere, with two parts of our own: an RMSNorm that knows sequence parallelism
-(Megatron's local one refuses it) and the core attention of `mcore.attention`. Parameters are left uninitialised:
-`mcore.weights` fills every one of them and fails if it cannot.
+Layers come from `mcore.layer_specs`. Parameters are left uninitialised: `mcore.weights` fills every one of them and
+fails if it cannot.
 
 Imports `megatron.core`, so `platform.install()` must have run.
 
@@ -16,26 +15,17 @@ import math
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
 from megatron_ppo.mcore import platform
-from megatron_ppo.mcore.attention import SDPACoreAttention
 from megatron_ppo.mcore.hf_config import HFModelConfig
+from megatron_ppo.mcore.layer_specs import final_norm, layer_spec
 from megatron_ppo.mcore.parallel import ParallelContext
 from megatron_ppo.mcore.settings import RecomputeSettings
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm whose gradient is summed over the tensor group when the sequence is cut over it."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        # Read by megatron.core's finalize_model_grads.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+from megatron_ppo.telemetry.accelerators import Kernels
 
 
 class ValueHead(torch.nn.Linear):
@@ -69,7 +59,12 @@ def _leave_uninitialised(weight: Tensor) -> Tensor:
 
 
 def transformer_config(
-    model: HFModelConfig, parallel: ParallelContext, *, dtype: torch.dtype, recompute: RecomputeSettings
+    model: HFModelConfig,
+    parallel: ParallelContext,
+    kernels: Kernels,
+    *,
+    dtype: torch.dtype,
+    recompute: RecomputeSettings,
 ) -> TransformerConfig:
     """Megatron's description of the model, in fields that 0.16.x and 0.19.x share. Dropout is 0."""
     return TransformerConfig(
@@ -108,8 +103,10 @@ def transformer_config(
         init_method=_leave_uninitialised,
         output_layer_init_method=_leave_uninitialised,
         embedding_init_method=_leave_uninitialised,
-        # The fused kernels below need Apex or Transformer Engine.
-        gradient_accumulation_fusion=False,
+        transformer_impl=kernels.layers,
+        # Needs a kernel of NVIDIA Apex, with either kind of layers.
+        gradient_accumulation_fusion=kernels.gradient_accumulation_fusion,
+        # Off: compiled at the first call, or part of Transformer Engine's modules where those are used.
         persist_layer_norm=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -128,7 +125,12 @@ def transformer_config(
 
 
 def build_model(
-    model: HFModelConfig, config: TransformerConfig, parallel: ParallelContext, *, value_head: bool
+    model: HFModelConfig,
+    config: TransformerConfig,
+    parallel: ParallelContext,
+    kernels: Kernels,
+    *,
+    value_head: bool,
 ) -> tuple[GPTModel, ...]:
     """This rank's chunks of the model, on its device, uninitialised except for the value head (zero).
 
@@ -136,7 +138,7 @@ def build_model(
     the last stage.
     """
     return tuple(
-        _build_chunk(model, config, parallel, chunk, value_head=value_head)
+        _build_chunk(model, config, parallel, kernels, chunk, value_head=value_head)
         for chunk in range(parallel.virtual_size)
     )
 
@@ -145,24 +147,19 @@ def _build_chunk(
     model: HFModelConfig,
     config: TransformerConfig,
     parallel: ParallelContext,
+    kernels: Kernels,
     chunk: int,
     *,
     value_head: bool,
 ) -> GPTModel:
     groups = parallel.process_groups()
-    spec = get_gpt_layer_local_spec(qk_layernorm=model.qk_norm, normalization="RMSNorm")
-    layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    attention = layer.self_attention.submodules
-    attention.core_attention = SDPACoreAttention
-    if model.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    spec = layer_spec(model, kernels.layers, num_experts=None)
     is_last = parallel.is_last_stage and chunk == parallel.virtual_size - 1
     stage = chunk if parallel.virtual_size > 1 else None
     layers = get_num_layers_to_build(config, vp_stage=stage, pp_rank=parallel.pp_rank)
     gpt = GPTModel(
         config,
-        TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm),
+        TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=final_norm(kernels.layers)),
         vocab_size=model.padded_vocab_size(parallel.tp_size),
         max_sequence_length=model.max_position_embeddings,
         pre_process=parallel.is_first_stage and chunk == 0,

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from megatron_ppo.protocol.errors import MegatronPPOError
+from megatron_ppo.telemetry.accelerators import Kernels, Precision, TransformerImpl, probe, select
 
 _FACTORIES = (
     "tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint",
@@ -267,6 +268,13 @@ def forward_backward_function(
         vp_size=virtual_pipeline_model_parallel_size if virtual_pipeline_model_parallel_size > 1 else None,
     )
     return schedule
+
+
+def kernels(transformer_impl: TransformerImpl, precision: Precision) -> Kernels:
+    """What a model runs on in this process. Raises: ConfigError for what cannot be used here."""
+    return select(
+        probe(cuda=on_cuda(), load=import_module), transformer_impl=transformer_impl, precision=precision
+    )
 
 
 def local_rank() -> int:

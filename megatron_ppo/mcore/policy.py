@@ -38,6 +38,7 @@ from megatron_ppo.numerics.losses import policy_loss
 from megatron_ppo.numerics.masking import trainable_mask
 from megatron_ppo.protocol.errors import ConfigError
 from megatron_ppo.protocol.weights import TensorMeta
+from megatron_ppo.telemetry.accelerators import TransformerImpl
 
 if TYPE_CHECKING:
     from megatron_ppo.mcore.sequences import Microbatch
@@ -51,6 +52,7 @@ class MegatronPolicy:
         model: Hugging Face folder (config.json and safetensors) with the initial weights.
         parallel: groups of this model; policy and critic may differ.
         precision: of parameters and activations; gradients and the optimizer are float32 in both.
+        transformer_impl: whose layers; auto is Transformer Engine's where it can be used.
         train_micro_batch_size, logprob_batch_size: sequences per forward pass and data-parallel rank, at
             most. Neither changes a result, only memory and speed.
         train_batches, score_batches: other ways to cut a batch, in place of these two: by a token budget, padded
@@ -76,6 +78,7 @@ class MegatronPolicy:
         train_batches: BatchPolicy | None = None,
         score_batches: BatchPolicy | None = None,
         precision: Precision = "fp32",
+        transformer_impl: TransformerImpl = "auto",
         overlap_grad_reduce: bool = False,
         overlap_param_gather: bool = False,
         ddp_bucket_size: int | None = None,
@@ -95,6 +98,7 @@ class MegatronPolicy:
             folder=Path(model),
             parallel=parallel,
             precision=precision,
+            transformer_impl=transformer_impl,
             optimizer=optimizer,
             scheduler=scheduler,
             train_batches=train_batches or fixed_size("train_micro_batch_size", train_micro_batch_size),

@@ -30,7 +30,7 @@ from torch import Tensor
 from megatron_ppo.data.batch import TrainBatch
 from megatron_ppo.data.microbatch_plan import BatchPolicy, FixedSize, MicrobatchPlan, TokenBudget, plan
 from megatron_ppo.loop.residency import EVERYTHING, WEIGHTS
-from megatron_ppo.mcore import forward, model, optimizer
+from megatron_ppo.mcore import forward, model, optimizer, platform
 from megatron_ppo.mcore.hf_config import HFModelConfig, read_hf_config
 from megatron_ppo.mcore.parallel import ParallelContext
 from megatron_ppo.mcore.residence import Residence, trained_tensors
@@ -47,6 +47,7 @@ from megatron_ppo.mcore.weights import WeightMap, load_hf_weights, named_paramet
 from megatron_ppo.numerics.loss_output import LossCounts, LossOutput
 from megatron_ppo.numerics.reduce import MetricPart, combine, finalise, over_minibatches
 from megatron_ppo.protocol.errors import ConfigError, NonFiniteError
+from megatron_ppo.telemetry.accelerators import TransformerImpl
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class ModelSettings:
     value_head: bool
     overlap: OverlapSettings
     recompute: RecomputeSettings
+    transformer_impl: TransformerImpl
 
     def __post_init__(self) -> None:
         if self.precision not in _DTYPES:
@@ -90,6 +92,7 @@ class TrainedModel:
         chunks: the bare model, in `parallel.virtual_size` chunks; parameters are views of DDP's buffers.
         modules: the same, wrapped as the schedule calls them.
         optimizer, scheduler: Megatron's; saved and loaded by `mcore.checkpoint`.
+        kernels: which layers and fused kernels it runs on.
         residence: moves the model off its device and back; whatever needs a part that is off raises ResidencyError.
     """
 
@@ -112,12 +115,13 @@ class TrainedModel:
             self.model.num_layers // (self.parallel.pp_size * self.parallel.virtual_size)
         )
         self.dtype = _DTYPES[settings.precision]
+        self.kernels = platform.kernels(settings.transformer_impl, settings.precision)
         # Dropout is 0, so these generators never draw; Megatron asks for their existence.
         model_parallel_cuda_manual_seed(
             settings.seed, tp_rank=self.parallel.tp_rank, ep_rank=0, etp_rank=0, force_reset_rng=True
         )
         self.config = model.transformer_config(
-            self.model, self.parallel, dtype=self.dtype, recompute=settings.recompute
+            self.model, self.parallel, self.kernels, dtype=self.dtype, recompute=settings.recompute
         )
         self.chunks = self._build()
         self.modules = optimizer.wrap_data_parallel(
@@ -160,7 +164,7 @@ class TrainedModel:
 
     def _build(self) -> tuple[Any, ...]:
         chunks = model.build_model(
-            self.model, self.config, self.parallel, value_head=self.settings.value_head
+            self.model, self.config, self.parallel, self.kernels, value_head=self.settings.value_head
         )
         load_hf_weights(chunks, self.weight_map, self.settings.folder)
         return chunks

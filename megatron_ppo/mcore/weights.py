@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_ppo.mcore import platform
 from megatron_ppo.mcore.hf_config import HFModelConfig
 from megatron_ppo.mcore.hf_files import HFWeights
-from megatron_ppo.mcore.hf_map import WeightPiece, tied_head_piece, weight_pieces
+from megatron_ppo.mcore.hf_map import WeightPiece, canonical_name, tied_head_piece, weight_pieces
 from megatron_ppo.mcore.parallel import ParallelContext
 from megatron_ppo.protocol.errors import ConfigError
 from megatron_ppo.protocol.weights import TensorMeta
@@ -108,14 +108,18 @@ class WeightMap:
 
 
 def named_parameters(chunks: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters of this rank's model chunks; layers and experts are numbered as in the whole model, from 0."""
+    """Parameters of this rank's model chunks, named as in the local layer spec.
+
+    Layers and experts are numbered as in the whole model, from 0.
+    """
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             match = _LAYER.fullmatch(name)
             if match is not None:
                 layer = chunk.decoder.layers[int(match[1])]
                 # Megatron counts the whole model's layers from 1.
-                name = f"decoder.layers.{layer.layer_number - 1}.{_with_global_expert(match[2], layer)}"
+                inside = canonical_name(_with_global_expert(match[2], layer))
+                name = f"decoder.layers.{layer.layer_number - 1}.{inside}"
             yield name, parameter
 
 

@@ -20,7 +20,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -59,6 +59,7 @@ class RunManifest:
     Attributes:
         created_unix_s, updated_unix_s: seconds since the epoch.
         reason: why the run failed; empty otherwise.
+        kernels: what each model runs on and why, by part; of the newest start.
     """
 
     run_id: str
@@ -68,6 +69,7 @@ class RunManifest:
     created_unix_s: float
     updated_unix_s: float
     reason: str = ""
+    kernels: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +152,12 @@ class OpenRun:
         self.directory = directory
         self.resumed = resumed
         self._lock = lock
+
+    def record_kernels(self, kernels: Mapping[str, Mapping[str, str]]) -> None:
+        """Record what the models run on."""
+        manifest = self.directory.read_manifest()
+        plain = {model: dict(parts) for model, parts in kernels.items()}
+        _write_manifest(self.directory, replace(manifest, kernels=plain, updated_unix_s=time.time()))
 
     def finish(self) -> None:
         """Record that the run reached its last step."""

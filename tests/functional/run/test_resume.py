@@ -16,6 +16,8 @@ def test_a_killed_run_continues_and_trains_every_prompt_exactly_once(launch: Cal
     words = [
         "+experiment=cpu_smoke", f"run.max_num_steps={STEPS}", "checkpoint.period=2",
         "telemetry.record_trajectories=true", "validation.period=0", "gates.age_in_versions=null",
+        # As on a GPU: policy and critic take turns, also while they are saved, restored, published and probed.
+        "cluster.offload_models=always",
     ]  # fmt: skip
     first = launch(*words)
     first.wait_for_step(3)

@@ -60,7 +60,11 @@ def test_the_run_directory_holds_everything_that_is_promised(job: Launched) -> N
     logs = {path.name for path in (job.run_dir / "logs").iterdir()}
     assert {"trainer_rank_0.log", "engine_0.log", "collector.log", "replay_buffer.log"} <= logs
     assert list((job.run_dir / "events").iterdir())
-    assert json.loads((job.run_dir / "run.json").read_text())["state"] == "finished"
+    manifest = json.loads((job.run_dir / "run.json").read_text())
+    assert manifest["state"] == "finished"
+    assert manifest["kernels"].keys() == {"policy", "critic"}
+    assert {"layers", "attention", "optimizer"} <= manifest["kernels"]["policy"].keys()
+    assert "the policy runs on layers: " in (job.run_dir / "logs" / "trainer_rank_0.log").read_text()
     assert [row["step"] for row in job.rows()] == list(range(STEPS + 1))
 
 

@@ -44,6 +44,19 @@ def with_value(section: str, key: str, value: object) -> dict[str, object]:
     return changed
 
 
+def test_what_the_models_run_on_is_recorded_and_outlives_the_state(tmp_path: Path) -> None:
+    kernels = {
+        "policy": {"layers": "local (there is no CUDA device)"},
+        "critic": {"layers": "local (asked for)"},
+    }
+    with open_sort(tmp_path) as run:
+        assert run.directory.read_manifest().kernels == {}
+        run.record_kernels(kernels)
+        run.finish()
+    manifest = run.directory.read_manifest()
+    assert (manifest.kernels, manifest.state) == (kernels, RunState.FINISHED)
+
+
 def test_new_run_has_the_whole_layout(tmp_path: Path) -> None:
     with open_sort(tmp_path / "outputs" / "sort") as run:
         directory = run.directory
