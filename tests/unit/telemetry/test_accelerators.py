@@ -21,7 +21,7 @@ from megatron_ppo.telemetry.accelerators import (
     select,
 )
 
-TE = "transformer_engine"
+ENGINE = "transformer_engine"
 VERSIONS = {"transformer-engine": "2.20.2", "apex": "0.1"}
 NVIDIA_APEX = ("apex/normalization", "apex/optimizers", "apex/multi_tensor_apply")
 
@@ -69,23 +69,23 @@ def used(kernels: Kernels) -> dict[str, str]:
 
 
 def full(folder: Path, **kwargs: tuple[str, ...]) -> Machine:
-    return Machine(folder, f"{TE}/pytorch", *NVIDIA_APEX, "amp_C", GRADIENT_KERNEL, **kwargs)
+    return Machine(folder, f"{ENGINE}/pytorch", *NVIDIA_APEX, "amp_C", GRADIENT_KERNEL, **kwargs)
 
 
 def test_with_everything_there_everything_is_used(tmp_path: Path) -> None:
     machine = full(tmp_path)
     kernels = chosen(machine.probe())
-    assert kernels.layers == TE
+    assert kernels.layers == ENGINE
     assert kernels.gradient_accumulation_fusion
     assert used(kernels) == {
-        "layers": TE,
+        "layers": ENGINE,
         "norms": "fused",
         "attention": "Transformer Engine flash or cuDNN",
         "gradient accumulation": "fused",
         "optimizer": "FusedAdam",
     }
     assert "2.20.2" in kernels.described()["layers"]
-    assert machine.loaded == [f"{TE}.pytorch", GRADIENT_KERNEL, "amp_C"]
+    assert machine.loaded == [f"{ENGINE}.pytorch", GRADIENT_KERNEL, "amp_C"]
 
 
 def test_a_cpu_uses_none_of_it_and_imports_none_of_it(tmp_path: Path) -> None:
@@ -106,8 +106,8 @@ def test_each_missing_package_has_its_fallback_and_is_named(tmp_path: Path) -> N
     assert "Transformer Engine is not" in nothing.choices["optimizer"].why
     assert "Apex is not" in nothing.choices["optimizer"].why
 
-    engine = chosen(Machine(tmp_path / "b", f"{TE}/pytorch").probe())
-    assert engine.layers == TE and not engine.gradient_accumulation_fusion
+    engine = chosen(Machine(tmp_path / "b", f"{ENGINE}/pytorch").probe())
+    assert engine.layers == ENGINE and not engine.gradient_accumulation_fusion
     assert engine.choices["optimizer"].why == "Transformer Engine 2.20.2"
 
     apex = chosen(Machine(tmp_path / "c", *NVIDIA_APEX, "amp_C", GRADIENT_KERNEL).probe())
@@ -120,7 +120,7 @@ def test_each_missing_package_has_its_fallback_and_is_named(tmp_path: Path) -> N
     assert unbuilt.choices["gradient accumulation"].why == f"NVIDIA Apex was built without {GRADIENT_KERNEL}"
     assert used(unbuilt)["optimizer"] == "torch AdamW"
 
-    no_torch_part = chosen(Machine(tmp_path / "e", f"{TE}/common").probe())
+    no_torch_part = chosen(Machine(tmp_path / "e", f"{ENGINE}/common").probe())
     assert no_torch_part.choices["layers"].why == "Transformer Engine is installed without its part for torch"
 
 
@@ -140,7 +140,7 @@ def test_the_web_toolkit_called_apex_is_recognised_and_ignored(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("broken", "part"),
-    [(f"{TE}.pytorch", "layers"), (GRADIENT_KERNEL, "gradient accumulation")],
+    [(f"{ENGINE}.pytorch", "layers"), (GRADIENT_KERNEL, "gradient accumulation")],
 )
 def test_a_package_that_cannot_be_imported_is_not_chosen_and_says_why(
     tmp_path: Path, broken: str, part: str
@@ -160,14 +160,14 @@ def test_transformer_engine_can_be_refused_but_not_conjured(tmp_path: Path) -> N
     assert local.layers == "local"
     assert local.choices["layers"].why == "asked for by transformer_impl"
     assert local.gradient_accumulation_fusion  # Apex's kernel does not depend on the layers
-    assert chosen(found, TE).layers == TE
+    assert chosen(found, ENGINE).layers == ENGINE
     for absent, why in (
         (Machine(tmp_path / "b").probe(versions={}), "Transformer Engine is not installed"),
         (full(tmp_path / "c").probe(cuda=False), "there is no CUDA device"),
-        (full(tmp_path / "d", broken=(f"{TE}.pytorch",)).probe(), "cannot be imported"),
+        (full(tmp_path / "d", broken=(f"{ENGINE}.pytorch",)).probe(), "cannot be imported"),
     ):
         with pytest.raises(ConfigError, match=f"transformer_impl: got 'transformer_engine'.*{why}"):
-            chosen(absent, TE)
+            chosen(absent, ENGINE)
 
 
 def test_flash_attention_needs_sixteen_bits(tmp_path: Path) -> None:
@@ -186,5 +186,5 @@ def test_this_environment_is_probed_without_importing() -> None:
 
     finder: Callable[[str], ModuleSpec | None] = find
     found = probe(cuda=False, find=finder)
-    assert looked_for[0] == "apex" and TE in looked_for
+    assert looked_for[0] == "apex" and ENGINE in looked_for
     assert chosen(found).layers == "local"
