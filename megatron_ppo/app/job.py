@@ -23,12 +23,13 @@ from megatron_ppo.app.actors import RunActors, run_actors
 from megatron_ppo.app.kernels import choose_kernels
 from megatron_ppo.app.limits import control_timeout_s
 from megatron_ppo.app.parts import PartsBuilder, refit_backend
-from megatron_ppo.app.termination import is_own_cause, lost_a_peer, terminate_as_exit
+from megatron_ppo.app.termination import is_on_every_rank, is_own_cause, lost_a_peer, terminate_as_exit
 from megatron_ppo.config.derived import Derived
 from megatron_ppo.config.schema import RunConfig
 from megatron_ppo.data.task import TaskSpec
 from megatron_ppo.data.tasks import build_task, takes_option
 from megatron_ppo.loop.async_ppo import LoopSettings, Parts, train
+from megatron_ppo.loop.ports import Checkpoints
 from megatron_ppo.mcore.parallel import DistributedRuntime, distributed_runtime
 from megatron_ppo.protocol.errors import MegatronPPOError
 from megatron_ppo.ray_actors.rank0 import RankZero
@@ -92,6 +93,20 @@ def _run_directory(
         yield run, directory
 
 
+@contextlib.contextmanager
+def _last_save(checkpoints: Checkpoints) -> Iterator[None]:
+    """A save that is being written when the run fails on all ranks together still becomes a checkpoint."""
+    try:
+        yield
+    except MegatronPPOError as error:
+        if is_on_every_rank(error):
+            try:
+                checkpoints.publish(wait=True)
+            except Exception:  # the first error is the cause
+                logger.exception("the save in the background could not be completed")
+        raise
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Job:
     """What the steps of building a job share."""
@@ -109,7 +124,9 @@ class _Job:
         self._announce()
         try:
             with self._parts() as (settings, parts):
-                train(settings, self.derived.schedule, alter(parts) if alter else parts)
+                parts = alter(parts) if alter else parts
+                with _last_save(parts.checkpoints):
+                    train(settings, self.derived.schedule, parts)
             passed = self.rank_zero.run("the gates", self._judge)
         except (
             Exception

@@ -7,6 +7,7 @@ through `RankZero` or not at all.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -15,11 +16,12 @@ import torch.distributed as dist
 
 from megatron_ppo.app.actors import RunActors, validation_sampling
 from megatron_ppo.app.limits import GENERATION_TIMEOUT_S
-from megatron_ppo.config.derived import Derived
+from megatron_ppo.config.derived import Derived, ModelFacts
 from megatron_ppo.config.schema import RunConfig
 from megatron_ppo.config.targets import build, resolve
 from megatron_ppo.data.task import TaskSpec
 from megatron_ppo.loop.async_ppo import LoopSettings, Parts
+from megatron_ppo.loop.checkpoint_folder import Retention
 from megatron_ppo.loop.checkpoints import RunCheckpoints
 from megatron_ppo.loop.ports import GroupSource, Refit
 from megatron_ppo.loop.probe import ProbedRefit
@@ -76,6 +78,7 @@ class PartsBuilder:
 
     def parts(self, models: Models) -> Parts:
         """All parts of the loop; `models` are those of this rank."""
+        telemetry = self._telemetry()
         return Parts(
             policy=models.policy,
             residency=models.residency,
@@ -84,8 +87,8 @@ class PartsBuilder:
             groups=self._groups(),
             refit=self._probed(self._refit(models.policy), models.policy),
             validator=self._validator(),
-            checkpoints=self._checkpoints(models),
-            telemetry=self._telemetry(),
+            checkpoints=self._checkpoints(models, notify=telemetry.note),
+            telemetry=telemetry,
             observe=lambda: self.rank_zero.run("the actors' statistics", self._statistics),
         )
 
@@ -224,23 +227,32 @@ class PartsBuilder:
 
     def _identity(self) -> dict[str, str]:
         """What a checkpoint must agree on with the run that continues from it."""
-        config, facts = self.config, self.derived.policy_model
+        config = self.config
         return {
             "run.seed": str(config.run.seed),
             "data": str(sorted(config.data.model_dump().items())),
-            "policy.model": f"{facts.architecture}/{facts.num_layers}x{facts.hidden_size}/{facts.vocab_size}",
+            "policy.model": _named(self.derived.policy_model),
+            "critic.model": _named(self.derived.critic_model),
         }
 
-    def _checkpoints(self, models: Models) -> RunCheckpoints:
+    def _checkpoints(self, models: Models, *, notify: Callable[[str], None]) -> RunCheckpoints:
         config = self.config
+        checkpoint = config.checkpoint
         return RunCheckpoints(
             folder=self.directory.checkpoints_dir,
             resume=self.resumed,
-            keep=config.checkpoint.keep,
-            metric=config.checkpoint.metric,
-            higher_is_better=config.checkpoint.higher_is_better,
+            required=self.resumed and config.run.resume != "auto",
+            retention=Retention(
+                keep=checkpoint.keep,
+                keep_best=checkpoint.keep_best,
+                metric=checkpoint.metric,
+                higher_is_better=checkpoint.higher_is_better,
+            ),
+            asynchronous=checkpoint.async_save,
+            on_error=checkpoint.on_save_error,
+            notify=notify,
             identity=self._identity(),
-            load_replay_buffer=config.checkpoint.load_replay_buffer,
+            load_replay_buffer=checkpoint.load_replay_buffer,
             models=models.store(),
             replay=self.actors.snapshots() if self.actors else None,
             version_at=self.derived.schedule.version_at,
@@ -250,3 +262,8 @@ class PartsBuilder:
     def _statistics(self) -> dict[str, float]:
         assert self.actors is not None, "only rank 0 has actors"
         return self.actors.statistics()
+
+
+def _named(facts: ModelFacts) -> str:
+    # The family: a reward model's folder holds the same backbone as the language model's.
+    return f"{facts.architecture.split('For')[0]}/{facts.num_layers}x{facts.hidden_size}/{facts.vocab_size}"

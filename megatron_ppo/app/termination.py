@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from megatron_ppo.protocol.errors import (
+    CheckpointError,
     GroupMismatchError,
     NonFiniteError,
     PartDiedError,
@@ -24,7 +25,14 @@ LEAVE_AFTER_S = 6.0
 """A main thread that has not met the signal by then is inside a collective that its peers have left."""
 
 # Raised on all ranks together, with a message of its own on rank 0.
-_ON_EVERY_RANK = (PartDiedError, NonFiniteError, RefitError, StaleGroupError, GroupMismatchError)
+_ON_EVERY_RANK = (
+    CheckpointError,
+    PartDiedError,
+    NonFiniteError,
+    RefitError,
+    StaleGroupError,
+    GroupMismatchError,
+)
 _LOST_PEER = (
     "closed by peer",
     "reset by peer",
@@ -75,6 +83,11 @@ def lost_a_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER)
 
 
+def is_on_every_rank(error: BaseException) -> bool:
+    """Whether all ranks meet this error together, so that they may still act together."""
+    return isinstance(error, _ON_EVERY_RANK)
+
+
 def is_own_cause(error: BaseException) -> bool:
     """Whether a rank other than 0 has to report this error itself, because rank 0 does not know of it."""
-    return not isinstance(error, _ON_EVERY_RANK) and not lost_a_peer(error)
+    return not is_on_every_rank(error) and not lost_a_peer(error)

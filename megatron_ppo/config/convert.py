@@ -118,7 +118,7 @@ def _rules() -> Iterator[tuple[str, str, Converter]]:
     yield from ((f"loss_fn.{key}", f"loss.{key}", _same) for key in _LOSS)
     yield from ((f"value_loss_fn.{key}", f"value_loss.{key}", _same) for key in ("scale", "cliprange"))
     yield "checkpointing.save_period", "checkpoint.period", _same
-    yield "checkpointing.keep_top_k", "checkpoint.keep", _same
+    yield "checkpointing.keep_top_k", "checkpoint.keep_best", _same
     yield "checkpointing.metric_name", "checkpoint.metric", _metric
     yield "checkpointing.higher_is_better", "checkpoint.higher_is_better", _same
     yield "checkpointing.load_replay_buffer", "checkpoint.load_replay_buffer", _same

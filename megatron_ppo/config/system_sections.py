@@ -162,8 +162,9 @@ class CheckpointSection(Section):
         unit="steps",
         ge=0,
     )
-    keep: int = setting(
-        2, "Newest checkpoints to keep; the best one by `metric` is kept besides.", unit="checkpoints", ge=1
+    keep: int = setting(2, "Newest checkpoints to keep.", unit="checkpoints", ge=1)
+    keep_best: int = setting(
+        1, "Best checkpoints by `metric` to keep besides the newest.", unit="checkpoints", ge=0
     )
     metric: str | None = setting(
         "validation/accuracy",
@@ -171,6 +172,16 @@ class CheckpointSection(Section):
         pattern=r"^(train|validation)/.+$",
     )
     higher_is_better: bool = setting(True, "Whether a larger metric is better.")
+    async_save: bool = setting(
+        False,
+        "Copy the models at the step boundary and write them while training goes on. Needs host memory for one copy "
+        "of each rank's part until it is written.",
+    )
+    on_save_error: Literal["stop", "warn"] = setting(
+        "stop",
+        "When a checkpoint cannot be written (disk full): stop ends the run, warn says so and tries again after every "
+        "step until it succeeds. The previous checkpoint stays valid either way.",
+    )
     load_replay_buffer: bool = setting(
         True, "On resume, train on the stored groups; false generates them again."
     )

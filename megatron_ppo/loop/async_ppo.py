@@ -5,7 +5,7 @@ step counter, nothing else; whatever has state lives in a part.
 
 Order in a step: take the groups; mismatch metrics and masks; critic values, then policy log-probs, then reference
 log-probs; advantages; per epoch all critic minibatches, then all policy minibatches; publish one new version;
-open the next window; validate if due; save if due.
+open the next window; validate if due; save if due; write the row; make a complete save visible.
 """
 
 from __future__ import annotations
@@ -128,10 +128,14 @@ def train(run: LoopSettings, schedule: AsyncSchedule, parts: Parts) -> int:
             with log.timed("idle/validation"):
                 log.add(parts.validator.run(step=step))
         log.add(parts.observe())
-        # Before the save: a run that is killed in between repeats the step, one that is killed after has its row.
+        if run.checkpoint_due(step) or parts.checkpoints.overdue:
+            with log.timed("checkpointing"):
+                saved = parts.checkpoints.save(step=step, metrics=log.values)
+            log.add(saved)
+        # Between the save and its publication: a run that is killed before repeats the step, one that is killed
+        # after has its row.
         log.flush()
-        if run.checkpoint_due(step):
-            parts.checkpoints.save(step=step, metrics=log.values)
+        parts.checkpoints.publish(wait=step == run.max_num_steps)
     return step
 
 

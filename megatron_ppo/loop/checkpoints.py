@@ -1,10 +1,13 @@
-"""Checkpoints as files: what a step's folder holds, how it becomes visible, which ones stay.
+"""Saves and restores a run: models, replay buffer and prompt position of one step boundary.
 
-A folder `step_K` (K completed steps) is written as `tmp_step_K`, flushed to disk and renamed; `latest` moves last.
-One that has to go is renamed before it is deleted. So every `step_K` is complete, whenever the process was killed.
+Driven by the training loop on every rank: `save` at a step boundary writes, or begins to write, everything beside its
+final name; `publish`, called after the step's row of metrics is out, makes visible what is complete. With
+`asynchronous` the models are copied in `save` and written while training goes on; the side files are written at once,
+so that all parts of a checkpoint are of the same instant. Nothing outside this module knows in which mode it works.
 
 Invariants: the replay snapshot and the weights of one folder belong to the same step boundary; no prompt is lost or
-trained twice by a resume, whether the finished groups are restored or not.
+trained twice by a resume, whether the finished groups are restored or not; a save has ended before the next one
+begins; a failed one is met on every rank together, and leaves the previous checkpoint as it was.
 """
 
 from __future__ import annotations
@@ -12,14 +15,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import math
-import os
-import shutil
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
+from megatron_ppo.loop.checkpoint_folder import (
+    FORMAT_VERSION,
+    INFO_FILE,
+    REPLAY_FILE,
+    CheckpointFolder,
+    Retention,
+    read_complete,
+)
 from megatron_ppo.loop.ports import Metrics
 from megatron_ppo.loop.validation import OnRankZero
 from megatron_ppo.protocol.errors import CheckpointError
@@ -27,20 +35,33 @@ from megatron_ppo.replay.state import from_json, to_json
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
-INFO_FILE = "training_info.json"
-REPLAY_FILE = "replay_buffer.json"
-LATEST_FILE = "latest"
-INFO_KEYS = frozenset(
-    {"format_version", "step", "weight_version", "identity", "metric", "metric_value", "prompts"}
-)
+OnSaveError = Literal["stop", "warn"]
+
+
+class BackgroundSave(Protocol):
+    """Models that were copied and are being written. Both calls are collective over all ranks."""
+
+    def is_written(self) -> bool:
+        """Whether every rank's share has been written, or has failed; does not wait. The same on every rank."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for every rank's share and complete the files. Raises: CheckpointError on every rank."""
+        ...
 
 
 class ModelStore(Protocol):
     """Saves and loads policy and critic with their optimizers; collective over all ranks."""
 
     def save(self, folder: Path) -> None:
-        """Write into the existing `folder`. Returns, or raises, on every rank; every rank's files are complete."""
+        """Write into the existing `folder`: on return every rank's files are complete.
+
+        Raises: CheckpointError on every rank, with the cause, if a rank cannot write.
+        """
+        ...
+
+    def begin_save(self, folder: Path) -> BackgroundSave:
+        """As `save`, but return when everything is copied; later changes of the models do not reach the files."""
         ...
 
     def load(self, folder: Path) -> None:
@@ -60,16 +81,28 @@ class ReplaySnapshots(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """One that is not visible yet; `writing` is None when its files are complete."""
+
+    step: int
+    writing: BackgroundSave | None
+
+
 class RunCheckpoints:
-    """The run's checkpoint folder.
+    """The run's checkpoints (loop port Checkpoints).
 
     Args:
         folder: `<run dir>/checkpoints`.   resume: whether to continue from its newest complete checkpoint.
-        keep: how many of the newest to keep.   metric: of which the best checkpoint is kept as well, the
-            largest or the smallest by `higher_is_better`.
+        required: whether it is an error if there is none, because the run was named to be continued.
+        retention: which ones stay, and by which metric they are ranked.
         identity: what must be equal to continue (seed, model, task); compared on restore.
         load_replay_buffer: False regenerates the whole window instead of restoring finished groups; so does a
             missing file of groups. The position in the prompt stream is restored in any case.
+        asynchronous: write the models while training goes on.
+        on_error: what a save that fails does: `stop` ends the run, `warn` goes on and saves again after the next
+            step, until it succeeds.
+        notify: shows a warning to the person at the terminal; called on every rank.
     """
 
     def __init__(
@@ -77,81 +110,150 @@ class RunCheckpoints:
         *,
         folder: Path,
         resume: bool,
-        keep: int,
-        metric: str | None,
-        higher_is_better: bool,
+        retention: Retention,
         identity: dict[str, str],
         load_replay_buffer: bool,
         models: ModelStore,
         replay: ReplaySnapshots | None,
         version_at: Callable[[int], int],
         on_rank_zero: OnRankZero[object],
+        required: bool = False,
+        asynchronous: bool = False,
+        on_error: OnSaveError = "stop",
+        notify: Callable[[str], None] = logger.warning,
     ) -> None:
-        self._folder = folder
+        self._files = CheckpointFolder(folder)
         self._resume = resume
-        self._keep = keep
-        self._metric = metric
-        self._sign = 1.0 if higher_is_better else -1.0
+        self._required = required
+        self._retention = retention
         self._identity = identity
         self._load_replay_buffer = load_replay_buffer
         self._models = models
         self._replay = replay
         self._version_at = version_at
         self._on_rank_zero = on_rank_zero
+        self._asynchronous = asynchronous
+        self._on_error = on_error
+        self._notify = notify
+        self._current: _Save | None = None
+        self._failed_saves = 0
+        self._overdue = False
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the last save failed, so that the next step boundary should try again. The same on every rank."""
+        return self._overdue
 
     def restore(self) -> int:
-        """Continue from the newest complete checkpoint, if resuming and there is one."""
+        """Continue from the newest complete checkpoint, if resuming and there is one.
+
+        Raises: CheckpointError if it is of another run, or if there is none and one is required.
+        """
         newest = self._on_rank_zero("choice of checkpoint", self._newest_complete)
         if newest is None:
             self._on_rank_zero("start of the replay buffer", lambda: self._restore_replay(None, 0))
             return 0
         step = int(str(newest).removeprefix("step_"))
-        logger.info("resuming from %s", self._folder / str(newest))
-        self._models.load(self._folder / str(newest))
+        logger.info("resuming from %s", self._files.path / str(newest))
+        self._models.load(self._files.path / str(newest))
         self._on_rank_zero("restore of the replay buffer", lambda: self._restore_replay(str(newest), step))
         return step
 
-    def save(self, *, step: int, metrics: Metrics) -> None:
-        """Save after `step` completed steps."""
-        started = time.monotonic()
-        temporary, final = self._folder / f"tmp_step_{step}", self._folder / f"step_{step}"
-        self._on_rank_zero(f"start of checkpoint {step}", lambda: self._begin(temporary))
+    def save(self, *, step: int, metrics: Metrics) -> Metrics:
+        """Write, or begin to write, the state after `step` completed steps. `publish` makes it visible.
+
+        Waits for the end of the save before. Returns: once a save has failed, how many have.
+        Raises: CheckpointError on every rank if it failed and `on_error` is stop.
+        """
+        self.publish(wait=True)
         # The learner is here, so nothing is trained between the snapshot and the weights; groups that land
         # meanwhile are pending in the snapshot and are generated again after a restore.
-        self._on_rank_zero(
-            f"snapshot of checkpoint {step}", lambda: self._write_side_files(temporary, step, metrics)
+        snapshot: list[str] = []  # stays on rank 0, it may be large
+        self._on_rank_zero(f"snapshot of checkpoint {step}", lambda: snapshot.append(self._snapshot()))
+        temporary = self._files.temporary(step)
+        try:
+            self._write(step, "start", lambda: self._files.begin(step))
+            self._write(step, "side files", lambda: self._write_side_files(step, snapshot[0], metrics))
+            if self._asynchronous:
+                self._current = _Save(step, self._models.begin_save(temporary))
+            else:
+                self._models.save(temporary)
+                self._write(step, "seal", lambda: self._files.seal(step))
+                self._current = _Save(step, None)
+            self._overdue = False
+        except CheckpointError as error:
+            self._fail(step, error)
+        return {"checkpoint/failed_saves": float(self._failed_saves)} if self._failed_saves else {}
+
+    def publish(self, *, wait: bool = False) -> None:
+        """Make the last save visible if it is complete. Collective; called at every step boundary.
+
+        Args:
+            wait: for a write in the background; else one that is still going on is left alone.
+        Raises: CheckpointError on every rank if it failed and `on_error` is stop.
+        """
+        current = self._current
+        if current is None or (current.writing is not None and not wait and not current.writing.is_written()):
+            return
+        self._current = None
+        step = current.step
+        try:
+            if current.writing is not None:
+                current.writing.finish()
+                self._write(step, "seal", lambda: self._files.seal(step))
+            self._write(step, "publication", lambda: self._files.publish(step, self._retention))
+        except CheckpointError as error:
+            self._fail(step, error)
+        else:
+            logger.info("saved %s", self._files.final(step))
+
+    def _write(self, step: int, what: str, action: Callable[[], None]) -> None:
+        """A file operation of rank 0, whose failure every rank meets as the same CheckpointError."""
+
+        def attempt() -> str | None:
+            try:
+                action()
+            except OSError as error:
+                return f"checkpoint {step} could not be written ({what}): {error}"
+            return None
+
+        message = self._on_rank_zero(f"{what} of checkpoint {step}", attempt)
+        if message is not None:
+            raise CheckpointError(str(message))
+
+    def _fail(self, step: int, error: CheckpointError) -> None:
+        self._failed_saves += 1
+        self._current = None
+        # The space that it took may be what the next one lacks.
+        self._on_rank_zero(f"removal of checkpoint {step}", self._files.sweep)
+        if self._on_error == "stop":
+            raise error
+        self._overdue = True
+        logger.warning("%s", error, exc_info=error)
+        self._notify(
+            f"checkpoint {step} failed, the run goes on and tries again after the next step: {error}"
         )
-        self._models.save(temporary)
-        self._on_rank_zero(f"publication of checkpoint {step}", lambda: self._publish(temporary, final))
-        logger.info("saved %s in %.1f s", final, time.monotonic() - started)
 
     def _newest_complete(self) -> str | None:
         if not self._resume:
             return None
-        for folder in reversed(self._saved()):
-            try:
-                info = _read_info(folder)
-            except (OSError, ValueError) as error:
-                logger.warning("skipping torn checkpoint %s: %s", folder, error)
-                continue
-            self._check_identity(folder, info)
-            return folder.name
-        return None
-
-    def _check_identity(self, folder: Path, info: dict[str, object]) -> None:
-        if info.get("format_version") != FORMAT_VERSION:
+        choice = self._files.choose(self._identity)
+        for what in choice.torn:
+            logger.warning("skipping torn checkpoint %s", what)
+        if choice.newest is None and self._required:
+            torn = f"; torn: {'; '.join(choice.torn)}" if choice.torn else ""
             raise CheckpointError(
-                f"{folder}: format_version is {info.get('format_version')}, this version reads {FORMAT_VERSION}"
+                f"run.resume names this run, but {self._files.path} holds no complete checkpoint{torn}"
             )
-        saved = info.get("identity")
-        for key, value in self._identity.items():
-            seen = saved.get(key) if isinstance(saved, dict) else None
-            if seen != value:
-                raise CheckpointError(f"{folder}: {key} was {seen} when it was saved, the run has {value}")
+        return choice.newest
+
+    def _snapshot(self) -> str:
+        assert self._replay is not None, "only rank 0 holds the replay buffer"
+        return self._replay.snapshot()
 
     def _restore_replay(self, checkpoint: str | None, step: int) -> None:
         assert self._replay is not None, "only rank 0 holds the replay buffer"
-        snapshot = None if checkpoint is None else self._snapshot_of(self._folder / checkpoint)
+        snapshot = None if checkpoint is None else self._snapshot_of(self._files.path / checkpoint)
         self._replay.restore(snapshot, resume_step=step)
 
     def _snapshot_of(self, folder: Path) -> str:
@@ -160,110 +262,26 @@ class RunCheckpoints:
             return path.read_text()
         if self._load_replay_buffer:
             logger.warning("%s is missing; the groups that it held are generated again", path)
-        return json.dumps(_read_info(folder)["prompts"])
+        return json.dumps(read_complete(folder)["prompts"])
 
-    def _begin(self, temporary: Path) -> None:
-        self._sweep()
-        temporary.mkdir(parents=True)
-
-    def _write_side_files(self, folder: Path, step: int, metrics: Metrics) -> None:
-        assert self._replay is not None, "only rank 0 holds the replay buffer"
-        snapshot = self._replay.snapshot()
+    def _write_side_files(self, step: int, snapshot: str, metrics: Metrics) -> None:
+        folder, metric = self._files.temporary(step), self._retention.metric
         (folder / REPLAY_FILE).write_text(snapshot)
-        ranking = metrics.get(self._metric) if self._metric else None
-        if self._metric is not None and ranking is None:
-            logger.warning("checkpoint %d is not ranked: its step has no metric %s", step, self._metric)
+        ranking = metrics.get(metric) if metric else None
+        if metric is not None and ranking is None:
+            logger.warning("checkpoint %d is not ranked: its step has no metric %s", step, metric)
         info = {
             "format_version": FORMAT_VERSION,
             "step": step,
             "weight_version": self._version_at(step),
             "identity": self._identity,
-            "metric": self._metric,
+            "metric": metric,
             "metric_value": ranking,
             "prompts": json.loads(without_groups(snapshot)),
         }
         (folder / INFO_FILE).write_text(json.dumps(info, indent=1))
 
-    def _publish(self, temporary: Path, final: Path) -> None:
-        flush_tree(temporary)
-        if final.exists():  # torn, otherwise the run would have continued from it
-            _retire(final)
-        temporary.rename(final)
-        latest = self._folder / f"{LATEST_FILE}.tmp"
-        latest.write_text(final.name)
-        _flush(latest)
-        latest.replace(self._folder / LATEST_FILE)
-        _flush(self._folder)
-        for folder in self._expired():
-            _retire(folder)
-        self._sweep()
-
-    def _expired(self) -> list[Path]:
-        """Of the complete ones, all but the newest `keep` and the best by the metric (of equal ones the newer)."""
-        complete: list[Path] = []
-        ranked: list[tuple[float, int, Path]] = []
-        for folder in self._saved():
-            try:
-                info = _read_info(folder)
-            except (OSError, ValueError):
-                continue  # torn; counting it would let a good one go in its place
-            complete.append(folder)
-            value = info.get("metric_value") if info.get("metric") == self._metric else None
-            if isinstance(value, int | float) and not math.isnan(value):
-                ranked.append((self._sign * value, _step_of(folder), folder))
-        kept = set(complete[-max(self._keep, 1) :])
-        if ranked:
-            kept.add(max(ranked)[2])
-        return [folder for folder in complete if folder not in kept]
-
-    def _saved(self) -> list[Path]:
-        """Folders of steps, oldest first. Others, such as a copy that someone made, are left alone."""
-        folders = [f for f in self._folder.glob("step_*") if f.name.removeprefix("step_").isdecimal()]
-        return sorted(folders, key=_step_of)
-
-    def _sweep(self) -> None:
-        """Delete what a killed save or a retired checkpoint has left."""
-        for pattern in ("tmp_step_*", "old_step_*"):
-            for folder in self._folder.glob(pattern):
-                shutil.rmtree(folder, ignore_errors=True)
-
 
 def without_groups(snapshot: str) -> str:
     """The snapshot with its finished groups dropped; their ordinals become pending on restore."""
     return to_json(dataclasses.replace(from_json(snapshot), groups=()))
-
-
-def flush_tree(folder: Path) -> None:
-    """fsync every file and folder below `folder`, so that the rename that follows publishes durable data."""
-    for root, _, files in os.walk(folder):
-        for name in files:
-            _flush(Path(root) / name)
-        _flush(Path(root))
-
-
-def _retire(folder: Path) -> None:
-    # Deleting takes many operations; a kill between them must not leave half a checkpoint under its own name.
-    folder.rename(folder.with_name(f"old_{folder.name}"))
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step_"))
-
-
-def _read_info(folder: Path) -> dict[str, object]:
-    """Raises: OSError or ValueError for a torn checkpoint."""
-    info = json.loads((folder / INFO_FILE).read_text())
-    if not isinstance(info, dict):
-        raise ValueError(f"{INFO_FILE} is not an object")
-    missing = INFO_KEYS - info.keys()
-    if missing and info.get("format_version") == FORMAT_VERSION:  # another format is an error of its own
-        raise ValueError(f"{INFO_FILE} lacks {sorted(missing)}")
-    return info

@@ -114,8 +114,20 @@ class Checkpoints(Protocol):
         """Load the checkpoint to continue from, if any, and return the completed steps (0 for a new run)."""
         ...
 
-    def save(self, *, step: int, metrics: Metrics) -> None:
-        """Save after `step` completed steps, atomically."""
+    @property
+    def overdue(self) -> bool:
+        """Whether the last save failed and the next step boundary should save again. The same on every rank."""
+        ...
+
+    def save(self, *, step: int, metrics: Metrics) -> Metrics:
+        """Write, or begin to write, the state after `step` completed steps; not visible before `publish`.
+
+        Returns: `checkpoint/...` metrics. Raises: CheckpointError on every rank, unless failures are only reported.
+        """
+        ...
+
+    def publish(self, *, wait: bool = False) -> None:
+        """Make the last save visible once it is complete; with `wait`, wait for that. Raises: as `save`."""
         ...
 
 

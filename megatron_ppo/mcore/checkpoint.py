@@ -2,10 +2,10 @@
 format.
 
 One save holds all models, each under its name, so that the format's fixed cost is paid once. The format
-reshards: another layout of the same models may load it. Synchronous; atomicity (a temporary folder, renamed)
-is the caller's.
+reshards: another layout of the same models may load it. Atomicity (a temporary folder, renamed) is the caller's.
 
-Invariant: training continued from a checkpoint takes the same steps as training that was never interrupted.
+Invariants: training continued from a checkpoint takes the same steps as training that was never interrupted; a
+checkpoint of other models, or one that lacks a part, is refused on every rank with the file or tensor that is wrong.
 
 The current configuration wins over the saved one in everything that is not state: learning rates, betas,
 weight decay and the schedule's shape come from the settings, only its position is restored.
@@ -30,6 +30,7 @@ from megatron_ppo.mcore.policy import MegatronPolicy
 from megatron_ppo.protocol.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from megatron_ppo.mcore.checkpoint_writer import StagedSave, ThreadedSave
     from megatron_ppo.mcore.trained_model import TrainedModel
 
 logger = logging.getLogger(__name__)
@@ -48,8 +49,14 @@ class ModelCheckpoints:
         self._residency = residency or Residency()
 
     def save(self, folder: Path) -> None:
-        """Write into the existing `folder`. Collective over all ranks."""
+        """Write into the existing `folder`. Collective over all ranks. Raises: CheckpointError."""
         save_models(folder / SUBFOLDER, self._models, residency=self._residency)
+
+    def begin_save(self, folder: Path) -> ThreadedSave:
+        """Copy everything; a thread of each rank writes it. Collective over all ranks. Raises: CheckpointError."""
+        from megatron_ppo.mcore.checkpoint_writer import ThreadedSave
+
+        return ThreadedSave(stage_models(folder / SUBFOLDER, self._models, residency=self._residency))
 
     def load(self, folder: Path) -> None:
         """Restore in place. Collective over all ranks. Raises: CheckpointError."""
@@ -63,13 +70,21 @@ def save_models(
 
     Args:
         residency: who may be on the device; each model is there only until its state was copied to the host.
-
-    Raises: CheckpointError if the folder exists and is not empty.
+    Raises: CheckpointError on every rank if the folder is not empty or a rank cannot write.
     """
-    platform.install()
-    from megatron.core import dist_checkpointing
+    staged = stage_models(path, models, extra, residency=residency)
+    staged.write()
+    staged.commit()
 
-    _on_rank_zero(lambda: _make_empty(path))
+
+def stage_models(
+    path: Path, models: Models, extra: Extra | None = None, *, residency: Residency | None = None
+) -> StagedSave:
+    """As `save_models`, up to the point where everything is copied and nothing is written."""
+    platform.install()
+    from megatron_ppo.mcore import checkpoint_writer
+
+    checkpoint_writer.on_rank_zero(lambda: _make_empty(path))
     residency = residency or Residency()
     state: dict[str, Any] = {}
     for name, model in models.items():
@@ -81,8 +96,7 @@ def save_models(
     state["rng"] = _generator_shard(_generator_states())
     state["about"] = {"models": _descriptions(models), "world_size": dist.get_world_size()}
     state["extra"] = dict(extra or {})
-    with platform.checkpoint_writers_in_process():
-        dist_checkpointing.save(state, str(path))
+    return checkpoint_writer.stage(state, path, live=[t for m in models.values() for t in _tensors(m.trained)])
 
 
 def load_models(
@@ -90,12 +104,12 @@ def load_models(
 ) -> dict[str, str | int | float | bool]:
     """Restore `models` in place and return what was saved as `extra`. Collective over all ranks.
 
-    Raises: CheckpointError if `path` is no complete checkpoint, or one of other models.
+    Raises: CheckpointError on every rank if `path` is no complete checkpoint, or one of other models.
     """
     platform.install()
-    from megatron.core import dist_checkpointing
+    from megatron_ppo.mcore import checkpoint_reader
 
-    about = _read_about(path, models)
+    about = checkpoint_reader.read_about(path, _descriptions(models))
     same_world = about["world_size"] == dist.get_world_size()
     template: dict[str, Any] = {"rng": _generator_shard(None)} if same_world else {}
     if not same_world:
@@ -109,7 +123,7 @@ def load_models(
     for name, model in models.items():
         with residency.restoring(Model(name)):
             template[name] = _template(name, model.trained, loading=True)
-            loaded = dist_checkpointing.load(template, str(path))
+            loaded = checkpoint_reader.load(template, path)
             _restore(loaded[name], model.trained)
         if "rng" in template:  # read once
             _set_generator_states(loaded["rng"])
@@ -118,11 +132,70 @@ def load_models(
     return extra
 
 
+def load_weights(path: Path, name: str, model: MegatronPolicy | MegatronCritic) -> None:
+    """The weights of the model that was saved as `name`, from any layout; neither its optimizer nor its schedule.
+
+    Collective over all ranks. Raises: as `load_models`.
+    """
+    platform.install()
+    from megatron_ppo.mcore import checkpoint_reader
+
+    checkpoint_reader.read_about(path, {name: _description(model)})
+    # Without the optimizer's part: making its template touches its state.
+    loaded = checkpoint_reader.load({name: _module_template(name, model.trained)}, path)
+    _load_modules(loaded[name]["module"], model.trained)
+    # In bf16 the optimizer holds float32 copies, made of the weights that were here before.
+    model.trained.optimizer.reload_model_params()
+
+
+def _tensors(trained: TrainedModel) -> list[torch.Tensor]:
+    """Everything that training changes in place."""
+    tensors = [t for chunk in trained.chunks for t in (*chunk.parameters(), *chunk.buffers())]
+    for chained in trained.optimizer.chained_optimizers:
+        for group in chained.optimizer.param_groups:
+            tensors += group["params"]
+        for state in chained.optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return tensors
+
+
 def _template(name: str, trained: TrainedModel, *, loading: bool) -> dict[str, Any]:
     """Sharded state of one model: what is saved, or where loaded tensors go. Keys carry the model's name."""
     from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
-    metadata = {
+    metadata = _metadata(trained)
+    module = _modules(trained, metadata)
+    optimizer = trained.optimizer.sharded_state_dict(module, is_loading=loading, metadata=metadata)
+    state = {"module": module, "optimizer": optimizer}
+    add_prefix_for_sharding(state, f"{name}.")
+    return state
+
+
+def _module_template(name: str, trained: TrainedModel) -> dict[str, Any]:
+    from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+
+    state = {"module": _modules(trained, _metadata(trained))}
+    add_prefix_for_sharding(state, f"{name}.")
+    return state
+
+
+def _modules(trained: TrainedModel, metadata: dict[str, Any]) -> dict[str, Any]:
+    # Also before loading: a gather on its way would overwrite what is loaded.
+    trained.flush()
+    # Layers are saved under their numbers in the whole model, so chunks share one name space.
+    return {
+        f"chunk{index}": chunk.sharded_state_dict(metadata=metadata)
+        for index, chunk in enumerate(trained.chunks)
+    }
+
+
+def _load_modules(loaded: Mapping[str, Any], trained: TrainedModel) -> None:
+    for index, chunk in enumerate(trained.chunks):
+        chunk.load_state_dict(loaded[f"chunk{index}"])
+
+
+def _metadata(trained: TrainedModel) -> dict[str, Any]:
+    return {
         # Optimizer state in the shapes of the parameters, so that any layout can load it.
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -130,17 +203,6 @@ def _template(name: str, trained: TrainedModel, *, loading: bool) -> dict[str, A
         # Context ranks hold the same parameters as data-parallel ones.
         "dp_cp_group": trained.parallel.data_context,
     }
-    # Also before loading: a gather on its way would overwrite what is loaded.
-    trained.flush()
-    # Layers are saved under their numbers in the whole model, so chunks share one name space.
-    module = {
-        f"chunk{index}": chunk.sharded_state_dict(metadata=metadata)
-        for index, chunk in enumerate(trained.chunks)
-    }
-    optimizer = trained.optimizer.sharded_state_dict(module, is_loading=loading, metadata=metadata)
-    state = {"module": module, "optimizer": optimizer}
-    add_prefix_for_sharding(state, f"{name}.")
-    return state
 
 
 def _on_host(state: dict[str, Any]) -> dict[str, Any]:
@@ -160,8 +222,7 @@ def _on_host(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _restore(loaded: Mapping[str, Any], trained: TrainedModel) -> None:
-    for index, chunk in enumerate(trained.chunks):
-        chunk.load_state_dict(loaded["module"][f"chunk{index}"])
+    _load_modules(loaded["module"], trained)
     with contextlib.ExitStack() as stack:
         for chained in trained.optimizer.chained_optimizers:
             stack.enter_context(_keeping_adam_step(chained))
@@ -209,42 +270,17 @@ def _separate_adam_steps(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _descriptions(models: Models) -> dict[str, str]:
-    return {name: f"{type(model).__name__} of {model.trained.model}" for name, model in models.items()}
+    return {name: _description(model) for name, model in models.items()}
 
 
-def _read_about(path: Path, models: Models) -> dict[str, Any]:
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.core import CheckpointingException
-
-    try:
-        common = dist_checkpointing.load_common_state_dict(str(path))
-    except (CheckpointingException, OSError) as error:
-        raise CheckpointError(f"{path} is not a complete checkpoint of models: {error}") from error
-    about: dict[str, Any] = common["about"]
-    for name, description in _descriptions(models).items():
-        saved = about["models"].get(name)
-        if saved != description:
-            raise CheckpointError(f"{path}: {name} was {saved} when it was saved, the run has {description}")
-    return about
+def _description(model: MegatronPolicy | MegatronCritic) -> str:
+    return f"{type(model).__name__} of {model.trained.model}"
 
 
 def _make_empty(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     if any(path.iterdir()):
         raise CheckpointError(f"cannot save models into {path}: the folder is not empty")
-
-
-def _on_rank_zero(action: Any) -> None:
-    """Run `action` on rank 0 while the others wait; its CheckpointError is raised on every rank."""
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except (CheckpointError, OSError) as error:
-            box[0] = str(error)
-    dist.broadcast_object_list(box, src=0)
-    if box[0] is not None:
-        raise CheckpointError(box[0])
 
 
 def _generator_shard(states: dict[str, Any] | None) -> Any:

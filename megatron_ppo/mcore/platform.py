@@ -12,6 +12,7 @@ Megatron-Core 0.16.x passes `torch.cuda.current_device()` or the literal "cuda" 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import queue
@@ -283,41 +284,53 @@ def local_rank() -> int:
 
 
 @contextlib.contextmanager
-def checkpoint_writers_in_process() -> Iterator[None]:
-    """Synchronous torch_dist saves without helper processes.
+def checkpoint_planning() -> Iterator[list[Any]]:
+    """Lets torch_dist plan a save without touching the disk or starting a process.
 
-    Both versions start a spawned manager process for the writers' results, which re-imports the main script
-    and would outlive a killed trainer; 0.16.x also forks its writers, which is unsafe next to threads (Ray,
-    gRPC). A queue of this process does for a synchronous save, and 0.16.x's own writer function runs in it
-    (0.19.x uses threads).
+    Both versions start a spawned manager process for the writers' results, which re-imports the main script and
+    would outlive a killed trainer; the caller collects the results itself, so an empty queue takes its place. 0.16.x
+    also writes common.pt at once, on rank 0 alone, whose failure the other ranks would not meet; 0.19.x saves that
+    state with the shards.
+
+    Yields: a list that holds the content of common.pt afterwards, or stays empty in 0.19.x.
     """
     module: Any = import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
-    writer = module.FileSystemWriterAsync
+    common_module: Any = import_module("megatron.core.dist_checkpointing.strategies.common")
+    strategy = getattr(common_module, "TorchCommonSaveStrategy", None)
+    common: list[Any] = []
     original_queue = module._results_queue
-    original_function = writer.__dict__.get("write_preloaded_data_multiproc")
-
-    def write_here(
-        transforms: Any, use_msc: bool, rank: int, buckets: Any, results: queue.Queue[Any]
-    ) -> None:
-        outcome: Any = {}
-        for index, bucket in enumerate(buckets):
-            done: queue.Queue[Any] = queue.Queue()
-            count: queue.Queue[int] = queue.Queue()
-            count.put(index)
-            writer.write_preloaded_data(transforms, index, bucket, done, count, use_fsync=True)
-            _, written = done.get_nowait()
-            if isinstance(written, Exception):
-                outcome = written
-                break
-            outcome[index] = written
-        results.put(outcome)
-
     module._results_queue = queue.Queue()
-    if original_function is not None:
-        writer.write_preloaded_data_multiproc = staticmethod(write_here)
+    if strategy is not None:
+        original_save = strategy.save_common
+        strategy.save_common = lambda self, state, folder: common.append(state)
     try:
-        yield
+        yield common
     finally:
         module._results_queue = original_queue
-        if original_function is not None:
-            writer.write_preloaded_data_multiproc = original_function
+        if strategy is not None:
+            strategy.save_common = original_save
+
+
+def own_async_strategy() -> dict[str, str]:
+    """Arguments that keep `dist_checkpointing.save` to Megatron's own planning: 0.19.x prefers another package."""
+    save = import_module("megatron.core.dist_checkpointing").save
+    return {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(save).parameters else {}
+
+
+def write_checkpoint_bucket(writer: Any, bucket: Any) -> list[Any]:
+    """Write one file of a planned save and flush it. Returns what the checkpoint's metadata says of it.
+
+    Raises: the writer's own error.
+    """
+    # Undecorated: the decorator turns garbage collection off, and this thread shares the process with training.
+    write = inspect.unwrap(writer.write_preloaded_data)
+    transforms = [writer.transforms] if hasattr(writer, "transforms") else []
+    done: queue.Queue[Any] = queue.Queue()
+    count: queue.Queue[int] = queue.Queue()
+    count.put(0)
+    write(transforms, 0, bucket, done, count, use_fsync=True)
+    _, written = done.get_nowait()
+    if isinstance(written, Exception):
+        raise written
+    results: list[Any] = written
+    return results

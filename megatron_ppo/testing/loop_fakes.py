@@ -264,28 +264,76 @@ class FakeValidator:
 
 
 class FakeCheckpoints:
-    """A `Checkpoints` in memory: restores `first_step` and records what is saved."""
+    """A `Checkpoints` in memory: restores `first_step` and records what is saved.
+
+    Attributes:
+        saved: metrics that each save was given.   published: steps whose save became visible, in order.
+        overdue: tests set it to be asked for a save at the next step boundary.
+    """
 
     def __init__(self, order: StepOrder, *, first_step: int = 0) -> None:
         self._order = order
         self._first_step = first_step
+        self._written: int | None = None
         self.saved: dict[int, dict[str, float]] = {}
+        self.published: list[int] = []
+        self.overdue = False
 
     def restore(self) -> int:
         """See `Checkpoints.restore`."""
         return self._first_step
 
-    def save(self, *, step: int, metrics: Mapping[str, float]) -> None:
+    def save(self, *, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """See `Checkpoints.save`."""
         self._order.at_boundary("save", step)
+        require(
+            self._written is None, f"step {step} is saved before the save of {self._written} was published"
+        )
         self.saved[step] = dict(metrics)
+        self._written = step
+        self.overdue = False
+        return {}
+
+    def publish(self, *, wait: bool = False) -> None:
+        """See `Checkpoints.publish`."""
+        if self._written is not None:
+            self.published.append(self._written)
+        self._written = None
+
+
+class FakeBackgroundSave:
+    """A `BackgroundSave` that writes its files when it was asked `boundaries` times, or when it has to."""
+
+    def __init__(self, folder: Path, steps: Mapping[str, int], *, boundaries: int) -> None:
+        self._folder = folder
+        self._steps = dict(steps)
+        self._boundaries = boundaries
+        self._written = False
+
+    def is_written(self) -> bool:
+        """See `BackgroundSave.is_written`."""
+        require(not self._written, "asked again after it was written")
+        self._boundaries -= 1
+        return self._boundaries < 0
+
+    def finish(self) -> None:
+        """See `BackgroundSave.finish`."""
+        require(not self._written, "finished twice")
+        self._written = True
+        for name, step in self._steps.items():
+            (self._folder / f"{name}.json").write_text(json.dumps(step))
 
 
 class FakeModelStore:
-    """A `ModelStore` over the fake models: their state is the number of their optimizer steps."""
+    """A `ModelStore` over the fake models: their state is the number of their optimizer steps.
 
-    def __init__(self, *, policy: FakePolicy, critic: FakeCritic) -> None:
+    Args:
+        boundaries: how often a save in the background is asked before its files appear.
+    """
+
+    def __init__(self, *, policy: FakePolicy, critic: FakeCritic, boundaries: int = 0) -> None:
         self._models = {"policy": policy, "critic": critic}
+        self._boundaries = boundaries
 
     def save(self, folder: Path) -> None:
         """See `ModelStore.save`."""
@@ -294,6 +342,12 @@ class FakeModelStore:
             path = folder / f"{name}.json"
             require(not path.exists(), f"{path} was saved already")
             path.write_text(json.dumps(model.num_optimizer_steps))
+
+    def begin_save(self, folder: Path) -> FakeBackgroundSave:
+        """See `ModelStore.begin_save`."""
+        require(folder.is_dir(), f"{folder} must exist before the models are saved into it")
+        steps = {name: model.num_optimizer_steps for name, model in self._models.items()}
+        return FakeBackgroundSave(folder, steps, boundaries=self._boundaries)
 
     def load(self, folder: Path) -> None:
         """See `ModelStore.load`."""
@@ -305,12 +359,12 @@ class FakeModelStore:
 
 
 class FakeStepLog:
-    """A `StepLog` that keeps what it is given."""
+    """A `StepLog` that keeps what it is given; `running` has the timers that are on."""
 
-    def __init__(self, rows: list[dict[str, float]]) -> None:
+    def __init__(self, rows: list[dict[str, float]], running: set[str]) -> None:
         self._rows = rows
         self._values: dict[str, float] = {}
-        self._running: set[str] = set()
+        self._running = running
         self._flushed = False
 
     @property
@@ -347,20 +401,22 @@ class FakeTelemetry:
 
     Attributes:
         rows: metrics of each flushed step, in order.   before: those of validation before the first step.
+        running: timers that are on.
     """
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
         self.before: list[dict[str, float]] = []
+        self.running: set[str] = set()
 
     def step(self, step: int, /) -> FakeStepLog:
         """See `Telemetry.step`."""
-        return FakeStepLog(self.rows)
+        return FakeStepLog(self.rows, self.running)
 
     def before_first_step(self) -> FakeStepLog:
         """See `Telemetry.before_first_step`."""
         require(not self.rows, "a step was logged already")
-        return FakeStepLog(self.before)
+        return FakeStepLog(self.before, self.running)
 
 
 def _fake_logprobs(batch: TrainBatch, num_updates: int) -> Tensor:

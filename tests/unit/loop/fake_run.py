@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_ppo.data.batch import TrainBatch
 from megatron_ppo.loop.advantage import GAE
 from megatron_ppo.loop.async_ppo import LoopSettings, Parts
+from megatron_ppo.loop.checkpoint_folder import Retention
 from megatron_ppo.loop.checkpoints import ModelStore, RunCheckpoints
 from megatron_ppo.loop.ports import Checkpoints
 from megatron_ppo.protocol.schedule import AsyncSchedule
@@ -222,12 +223,14 @@ def fake_run(
     keep: int = 1000,
     load_replay_buffer: bool = True,
     wrap_store: Callable[[ModelStore], ModelStore] = lambda store: store,
+    asynchronous: bool = False,
 ) -> FakeRun:
     """A process that is about to call `train`.
 
     Args:
         first_step: completed steps; with `folder`, those of its newest checkpoint.
         work: goes on from an earlier process's.   folder: for real checkpoints.   wrap_store: of their models.
+        asynchronous: these are written while training goes on, over one more step boundary.
     """
     order = make_order(schedule=schedule, ppo_epochs=epochs, first_step=first_step)
     work = work or WorkLog()
@@ -239,12 +242,11 @@ def fake_run(
         real = RunCheckpoints(
             folder=folder,
             resume=True,
-            keep=keep,
-            metric=None,
-            higher_is_better=True,
+            retention=Retention(keep=keep, keep_best=1, metric=None, higher_is_better=True),
             identity={"run.seed": "42"},
             load_replay_buffer=load_replay_buffer,
-            models=wrap_store(FakeModelStore(policy=policy, critic=critic)),
+            models=wrap_store(FakeModelStore(policy=policy, critic=critic, boundaries=1)),
+            asynchronous=asynchronous,
             replay=collection,
             version_at=schedule.version_at,
             on_rank_zero=on_rank_zero,
@@ -282,10 +284,19 @@ class OrderedCheckpoints:
         """See `Checkpoints.restore`."""
         return self._checkpoints.restore()
 
-    def save(self, *, step: int, metrics: Mapping[str, float]) -> None:
+    @property
+    def overdue(self) -> bool:
+        """See `Checkpoints.overdue`."""
+        return self._checkpoints.overdue
+
+    def save(self, *, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """See `Checkpoints.save`."""
         self._order.at_boundary("save", step)
-        self._checkpoints.save(step=step, metrics=metrics)
+        return self._checkpoints.save(step=step, metrics=metrics)
+
+    def publish(self, *, wait: bool = False) -> None:
+        """See `Checkpoints.publish`."""
+        self._checkpoints.publish(wait=wait)
 
 
 def on_rank_zero(what: str, function: Callable[[], T]) -> T:

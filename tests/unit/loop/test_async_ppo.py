@@ -175,17 +175,21 @@ def test_the_seed_of_minibatches_changes_with_run_step_and_epoch() -> None:
     assert minibatch_order(4, shuffle=False, seed=(1, 2, 3)).tolist() == [0, 1, 2, 3]
 
 
-def test_the_row_of_a_step_is_written_before_its_checkpoint_and_holds_what_the_checkpoint_is_ranked_by() -> (
-    None
-):
+def test_a_checkpoint_appears_after_the_row_of_its_step_which_holds_the_time_of_the_save() -> None:
     schedule = AsyncSchedule(max_num_steps=5)
     run = fake_run(schedule)
 
     class RowFirst(FakeCheckpoints):
-        def save(self, *, step: int, metrics: Mapping[str, float]) -> None:
-            require(len(run.telemetry.rows) == step, f"{len(run.telemetry.rows)} rows at the save of {step}")
-            require(run.telemetry.rows[-1] == metrics, "the row and the checkpoint's metrics differ")
-            super().save(step=step, metrics=metrics)
+        def save(self, *, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
+            require(len(run.telemetry.rows) == step - 1, f"the row of {step} is out before the save")
+            require("checkpointing" in run.telemetry.running, "the save is not timed")
+            return {**super().save(step=step, metrics=metrics), "checkpoint/failed_saves": 1.0}
+
+        def publish(self, *, wait: bool = False) -> None:
+            step = len(run.telemetry.rows)
+            require(wait is (step == 5), f"wait={wait} after step {step}: only the end of the run waits")
+            super().publish(wait=wait)
+            require(self.published == [saved for saved in (2, 4, 5) if saved <= step], "published late")
 
     checkpoints = RowFirst(run.order)
     train(
@@ -196,6 +200,22 @@ def test_the_row_of_a_step_is_written_before_its_checkpoint_and_holds_what_the_c
     assert sorted(checkpoints.saved) == [2, 4, 5]
     assert checkpoints.saved[4]["validation/accuracy"] == 4.0
     assert "validation/accuracy" not in checkpoints.saved[5]
+    assert [row.get("checkpoint/failed_saves") for row in run.telemetry.rows] == [None, 1.0, None, 1.0, 1.0]
+
+
+def test_a_save_that_is_overdue_is_made_at_the_next_step_boundary() -> None:
+    schedule = AsyncSchedule(max_num_steps=6)
+    run = fake_run(schedule)
+
+    class FailsOnce(FakeCheckpoints):
+        def publish(self, *, wait: bool = False) -> None:
+            self.overdue = self.overdue or (2 in self.saved and 3 not in self.saved)
+            super().publish(wait=wait)
+
+    checkpoints = FailsOnce(run.order)
+    plan = loop_settings(schedule, checkpoint_period=2)
+    train(plan, schedule, run.but(checkpoints=checkpoints).parts)
+    assert checkpoints.published == [2, 3, 4, 6]
 
 
 @pytest.mark.parametrize(
@@ -423,6 +443,7 @@ def life(
     *,
     dies_after: int | None = None,
     load_replay_buffer: bool = True,
+    asynchronous: bool = False,
 ) -> FakeRun:
     """One process: resumes from `folder`, trains to the end or until it dies."""
     run = fake_run(
@@ -433,6 +454,7 @@ def life(
         first_step=newest_checkpoint(folder),
         make_order=StepOrder if dies_after is None else dying(dies_after),
         load_replay_buffer=load_replay_buffer,
+        asynchronous=asynchronous,
     )
     try:
         train(plan, schedule, run.parts)
@@ -478,9 +500,10 @@ def _delete(folder: Path) -> None:
     schedule=small_schedules,
     period=st.integers(1, 3),
     deaths=st.lists(st.integers(0, 40), max_size=4),
+    asynchronous=st.booleans(),
 )
 def test_kills_between_any_two_calls_change_nothing(
-    schedule: AsyncSchedule, period: int, deaths: list[int]
+    schedule: AsyncSchedule, period: int, deaths: list[int], asynchronous: bool
 ) -> None:
     plan = loop_settings(schedule, checkpoint_period=period)
     with TemporaryDirectory() as folder:
@@ -488,8 +511,8 @@ def test_kills_between_any_two_calls_change_nothing(
     work = WorkLog()
     with TemporaryDirectory() as folder:
         for dies_after in deaths:
-            life(schedule, plan, Path(folder), work, dies_after=dies_after)
-        last = life(schedule, plan, Path(folder), work)
+            life(schedule, plan, Path(folder), work, dies_after=dies_after, asynchronous=asynchronous)
+        last = life(schedule, plan, Path(folder), work, asynchronous=asynchronous)
         assert newest_checkpoint(Path(folder)) == schedule.max_num_steps
     assert work.steps == whole.work.steps
     models = [(run.policy.num_optimizer_steps, run.critic.num_optimizer_steps) for run in (last, whole)]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,16 @@ import pytest
 import torch
 
 from megatron_ppo.loop.async_ppo import train
-from megatron_ppo.loop.checkpoints import (
+from megatron_ppo.loop.checkpoint_folder import (
+    FILES_FILE,
     INFO_FILE,
     LATEST_FILE,
     REPLAY_FILE,
-    ModelStore,
-    RunCheckpoints,
-    without_groups,
+    Retention,
+    find_checkpoint,
+    read_complete,
 )
+from megatron_ppo.loop.checkpoints import BackgroundSave, ModelStore, RunCheckpoints, without_groups
 from megatron_ppo.protocol.errors import CheckpointError
 from megatron_ppo.protocol.schedule import AsyncSchedule
 from megatron_ppo.replay.buffer import PromptGroupBuffer
@@ -49,6 +53,9 @@ class CountingModels:
         (folder / "models").mkdir()
         (folder / "models" / "weights").write_text(str(self.step))
 
+    def begin_save(self, folder: Path) -> BackgroundSave:
+        raise AssertionError("these tests save synchronously")
+
     def load(self, folder: Path) -> None:
         self.step = int((folder / "models" / "weights").read_text())
 
@@ -62,9 +69,9 @@ class BufferSnapshots:
         )
         self.restored: list[tuple[str | None, int]] = []
 
-    def train_to(self, step: int) -> None:
-        """Train `step` steps; then ordinals up to 2 · step + 2 are ready and one more is in flight."""
-        for now in range(step + 1):
+    def train_to(self, step: int, *, start: int = 0) -> None:
+        """Train until `step` steps are complete, from `start`; then ordinals up to 2 · step + 2 are ready and one more is in flight."""
+        for now in range(start, step + 1):
             self.buffer.open(now, SCHEDULE.frontier(now))
             for slot in self.buffer.reserve(4):
                 if slot.ordinal <= 2 * step + 2:
@@ -96,11 +103,11 @@ def checkpoints(
     replay: BufferSnapshots | None = None,
     **changes: Any,
 ) -> RunCheckpoints:
+    retention = {"keep": 2, "keep_best": 1, "metric": METRIC, "higher_is_better": True}
+    retention |= {name: changes.pop(name) for name in list(changes) if name in retention}
     settings: dict[str, Any] = {
         "resume": True,
-        "keep": 2,
-        "metric": METRIC,
-        "higher_is_better": True,
+        "retention": Retention(**retention),  # type: ignore[arg-type]
         "identity": {"run.seed": "42", "data": "sort3_5"},
         "load_replay_buffer": True,
         "version_at": SCHEDULE.version_at,
@@ -118,9 +125,9 @@ def save(folder: Path, step: int, accuracy: float | None = None, **changes: Any)
     replay = BufferSnapshots()
     replay.train_to(step)
     metrics = {} if accuracy is None else {METRIC: accuracy}
-    checkpoints(folder, models=CountingModels(step), replay=replay, **changes).save(
-        step=step, metrics=metrics
-    )
+    saving = checkpoints(folder, models=CountingModels(step), replay=replay, **changes)
+    assert saving.save(step=step, metrics=metrics) == {}
+    saving.publish()
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -135,7 +142,7 @@ def test_a_checkpoint_holds_weights_groups_and_facts_of_one_step(tmp_path: Path)
     save(tmp_path, 4, 0.5)
     assert names_in(tmp_path) == [LATEST_FILE, "step_4"]
     assert (tmp_path / LATEST_FILE).read_text() == "step_4"
-    assert names_in(tmp_path / "step_4") == ["models", REPLAY_FILE, INFO_FILE]
+    assert names_in(tmp_path / "step_4") == [FILES_FILE, "models", REPLAY_FILE, INFO_FILE]
     info = json.loads((tmp_path / "step_4" / INFO_FILE).read_text())
     assert (info["step"], info["weight_version"], info["metric_value"]) == (4, 3, 0.5)
     assert info["identity"] == {"run.seed": "42", "data": "sort3_5"}
@@ -174,28 +181,54 @@ def test_a_new_run_starts_at_step_zero_with_an_empty_buffer(tmp_path: Path, resu
 
 
 class ArmedCheckpoints:
-    """Real checkpoints; the save of `step` is killed at a file operation, or right after it."""
+    """Real checkpoints; the save of `step` is killed at a file operation, or as soon as it has appeared."""
 
     def __init__(self, real: Any, *, step: int, at: int | None) -> None:
         self._real = real
         self._step = step
         self._at = at
+        self._armed = ExitStack()
+        self._saving = False
+
+    @property
+    def overdue(self) -> bool:
+        overdue: bool = self._real.overdue
+        return overdue
 
     def restore(self) -> int:
         restored: int = self._real.restore()
         return restored
 
-    def save(self, *, step: int, metrics: Mapping[str, float]) -> None:
-        armed = step == self._step and self._at is not None
-        with FILE_OPERATIONS.killing_at(self._at or 0) if armed else nullcontext():
-            self._real.save(step=step, metrics=metrics)
-        if step == self._step and self._at is None:
-            raise Killed
+    def save(self, *, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        if step == self._step:
+            self._saving = True
+            if self._at is not None:
+                self._armed.enter_context(FILE_OPERATIONS.killing_at(self._at))
+        saved: Mapping[str, float] = self._real.save(step=step, metrics=metrics)
+        return saved
+
+    def publish(self, *, wait: bool = False) -> None:
+        self._real.publish(wait=wait)
+        if self._saving and self._real._checkpoints._current is None:
+            self._saving = False
+            self._armed.close()
+            if self._at is None:
+                raise Killed
 
 
-def live(folder: Path, work: WorkLog, *, die_at_step: int | None = None, at: int | None = None) -> bool:
+def live(
+    folder: Path,
+    work: WorkLog,
+    *,
+    die_at_step: int | None = None,
+    at: int | None = None,
+    asynchronous: bool = False,
+) -> bool:
     """One process over the whole schedule, saving every 2 steps and keeping 2; whether it got to the end."""
-    run = fake_run(SCHEDULE, work=work, folder=folder, keep=2, first_step=max(steps_in(folder), default=0))
+    first_step = max(steps_in(folder), default=0)
+    run = fake_run(
+        SCHEDULE, work=work, folder=folder, keep=2, first_step=first_step, asynchronous=asynchronous
+    )
     if die_at_step is not None:
         run = run.but(checkpoints=ArmedCheckpoints(run.parts.checkpoints, step=die_at_step, at=at))
     try:
@@ -208,7 +241,8 @@ def live(folder: Path, work: WorkLog, *, die_at_step: int | None = None, at: int
 
 
 def assert_complete(folder: Path) -> None:
-    """The four files are there, whole, and of the folder's own step."""
+    """The files are there, whole, and of the folder's own step."""
+    read_complete(folder)
     step = int(folder.name.removeprefix("step_"))
     trained = max(0, step - 1)
     assert json.loads((folder / INFO_FILE).read_text())["step"] == step
@@ -218,7 +252,10 @@ def assert_complete(folder: Path) -> None:
     assert json.loads((folder / "policy.json").read_text()) == 2 * trained
 
 
-def test_a_kill_at_any_file_operation_of_a_save_leaves_complete_checkpoints_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_a_kill_at_any_file_operation_of_a_save_leaves_complete_checkpoints_only(
+    tmp_path: Path, asynchronous: bool
+) -> None:
     """The save of step 6 publishes it, moves `latest` and lets step 2 go."""
     whole = WorkLog()
     assert live(tmp_path / "whole", whole)
@@ -234,7 +271,7 @@ def test_a_kill_at_any_file_operation_of_a_save_leaves_complete_checkpoints_only
         shutil.copytree(before, folder)
         work = WorkLog()
         work.steps.update(first_life.steps)
-        if live(folder, work, die_at_step=6, at=index):
+        if live(folder, work, die_at_step=6, at=index, asynchronous=asynchronous):
             break
         left = tuple(steps_in(folder))
         seen.add(left)
@@ -250,19 +287,196 @@ def test_a_kill_at_any_file_operation_of_a_save_leaves_complete_checkpoints_only
     assert index > 20, "the save has more file operations than that; the kills did not happen"
 
 
-def test_a_save_whose_models_fail_publishes_nothing_and_the_next_one_tidies_up(tmp_path: Path) -> None:
-    class Full(CountingModels):
-        def save(self, folder: Path) -> None:
-            super().save(folder)
-            raise OSError(28, "No space left on device")
-
+def test_a_save_whose_models_fail_publishes_nothing_and_leaves_nothing(tmp_path: Path) -> None:
     save(tmp_path, 2)
-    with pytest.raises(OSError, match="No space left"):
-        checkpoints(tmp_path, models=Full()).save(step=3, metrics={})
-    assert steps_in(tmp_path) == [2]
+    with pytest.raises(CheckpointError, match="No space left"):
+        checkpoints(tmp_path, models=FullDisk()).save(step=3, metrics={})
+    assert names_in(tmp_path) == [LATEST_FILE, "step_2"]
     assert (tmp_path / LATEST_FILE).read_text() == "step_2"
     save(tmp_path, 4)
     assert names_in(tmp_path) == [LATEST_FILE, "step_2", "step_4"]
+
+
+class FullDisk(CountingModels):
+    """Fails after some bytes, as long as `full`."""
+
+    full = True
+
+    def save(self, folder: Path) -> None:
+        super().save(folder)
+        if self.full:
+            raise CheckpointError("rank 1: No space left on device")
+
+
+def test_a_run_that_warns_of_failed_saves_goes_on_and_tries_again(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    told: list[str] = []
+    models, replay = FullDisk(), BufferSnapshots()
+    saving = checkpoints(tmp_path, models=models, replay=replay, on_error="warn", notify=told.append)
+    replay.train_to(3)
+    for count in (1.0, 2.0):
+        assert saving.save(step=3, metrics={}) == {"checkpoint/failed_saves": count}
+        assert saving.overdue
+        saving.publish()
+        assert names_in(tmp_path) == [LATEST_FILE, "step_2"]
+    assert len(told) == 2 and "rank 1: No space left" in told[0] and "tries again" in told[0]
+    models.full = False
+    models.step = 3
+    saving.save(step=3, metrics={})
+    saving.publish()
+    assert not saving.overdue
+    assert names_in(tmp_path) == [LATEST_FILE, "step_2", "step_3"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    mount = shutil.which("mount")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = [str(mount), "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+    if mount is None or os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip("a small file system needs the right to mount one")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("what", ["side files", "models"])
+def test_a_full_disk_leaves_the_previous_checkpoint_and_the_next_one_succeeds_when_there_is_room(
+    small_disk: Path, what: str
+) -> None:
+    """ENOSPC by the kernel itself, in a file of rank 0 or while the models are written."""
+
+    class Large(CountingModels):
+        def save(self, folder: Path) -> None:
+            super().save(folder)
+            try:
+                (folder / "models" / "more").write_bytes(b"x" * 64 * 1024)
+            except OSError as error:
+                raise CheckpointError(f"rank 0: {error}") from error
+
+    folder = small_disk / "checkpoints"
+    models, replay = Large(2), BufferSnapshots()
+    replay.train_to(2)
+    saving = checkpoints(folder, models=models, replay=replay, on_error="warn", notify=lambda text: None)
+    saving.save(step=2, metrics={})
+    saving.publish()
+    filler = small_disk / "filler"
+    with pytest.raises(OSError, match="No space left"), filler.open("wb") as file:
+        while True:
+            file.write(b"x" * 4096)
+            file.flush()
+    if what == "models":  # room for the side files, not for the models
+        with filler.open("r+b") as file:
+            file.truncate(filler.stat().st_size - 32 * 1024)
+    models.step = 3
+    assert saving.save(step=3, metrics={}) == {"checkpoint/failed_saves": 1.0}
+    assert names_in(folder) == [LATEST_FILE, "step_2"]
+    read_complete(folder / "step_2")
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        checkpoints(folder, models=Large(3), replay=replay).save(step=3, metrics={})
+    filler.unlink()
+    saving.save(step=4, metrics={})
+    saving.publish()
+    assert names_in(folder) == [LATEST_FILE, "step_2", "step_4"]
+
+
+# Saves in the background
+
+
+class BackgroundModels(CountingModels):
+    """Saves in the background, of which the test says when they end, and how; notes what is called."""
+
+    def __init__(self, step: int = 0) -> None:
+        super().__init__(step)
+        self.calls: list[str] = []
+        self.written = False
+        self.error: str | None = None
+
+    def begin_save(self, folder: Path) -> BackgroundSave:
+        self.calls.append(f"begin {folder.name}")
+        store, step = self, self.step
+        self.written = False
+
+        class Save:
+            def is_written(self) -> bool:
+                return store.written
+
+            def finish(self) -> None:
+                store.calls.append(f"finish {folder.name}")
+                if store.error is not None:
+                    raise CheckpointError(store.error)
+                CountingModels(step).save(folder)
+
+        return Save()
+
+
+def background(folder: Path, **changes: Any) -> tuple[RunCheckpoints, BackgroundModels, BufferSnapshots]:
+    models, replay = BackgroundModels(), BufferSnapshots()
+    return checkpoints(folder, models=models, replay=replay, asynchronous=True, **changes), models, replay
+
+
+def test_a_save_in_the_background_appears_at_the_boundary_after_its_end(tmp_path: Path) -> None:
+    saving, models, replay = background(tmp_path)
+    replay.train_to(2)
+    models.step = 2
+    saving.save(step=2, metrics={METRIC: 0.5})
+    saving.publish()
+    assert names_in(tmp_path) == ["tmp_step_2"]
+    # Training goes on: neither the models nor the buffer of the checkpoint may follow.
+    models.step = 3
+    replay.train_to(3, start=2)
+    models.written = True
+    saving.publish()
+    assert names_in(tmp_path) == [LATEST_FILE, "step_2"]
+    resumed, of_step_2 = CountingModels(), BufferSnapshots()
+    assert checkpoints(tmp_path, models=resumed, replay=of_step_2).restore() == 2
+    assert resumed.step == 2
+    assert [group.ordinal for group in of_step_2.buffer.groups()] == [4, 5, 6]
+    saving.publish(wait=True)  # nothing is left to do
+    assert models.calls == ["begin tmp_step_2", "finish tmp_step_2"]
+
+
+def test_a_save_ends_before_the_next_begins_and_before_the_run_does(tmp_path: Path) -> None:
+    saving, models, _ = background(tmp_path)
+    for step in (1, 2):
+        models.step = step
+        saving.save(step=step, metrics={})
+        saving.publish()
+    assert models.calls == ["begin tmp_step_1", "finish tmp_step_1", "begin tmp_step_2"]
+    assert names_in(tmp_path) == [LATEST_FILE, "step_1", "tmp_step_2"]
+    saving.publish(wait=True)
+    assert names_in(tmp_path) == [LATEST_FILE, "step_1", "step_2"]
+
+
+@pytest.mark.parametrize("when", ["next boundary", "next save", "end"])
+def test_a_write_that_failed_in_the_background_is_met_at_the_next_call(tmp_path: Path, when: str) -> None:
+    save(tmp_path, 1)
+    saving, models, _ = background(tmp_path)
+    saving.save(step=2, metrics={})
+    models.error = "rank 1: Input/output error"
+    models.written = when == "next boundary"
+    with pytest.raises(CheckpointError, match="rank 1: Input/output error"):
+        if when == "next save":
+            saving.save(step=3, metrics={})
+        else:
+            saving.publish(wait=when == "end")
+    assert names_in(tmp_path) == [LATEST_FILE, "step_1"]
+    saving.publish(wait=True)  # a failure is raised once; the run ends with it
+
+
+def test_a_background_write_that_failed_is_made_up_for_by_the_next_step(tmp_path: Path) -> None:
+    saving, models, _ = background(tmp_path, on_error="warn", notify=lambda text: None)
+    saving.save(step=2, metrics={})
+    models.error, models.written = "rank 0: No space left on device", True
+    assert not saving.overdue
+    saving.publish()
+    assert saving.overdue and names_in(tmp_path) == []
+    models.error = None
+    assert saving.save(step=3, metrics={}) == {"checkpoint/failed_saves": 1.0}
+    assert not saving.overdue
+    saving.publish(wait=True)
+    assert names_in(tmp_path) == [LATEST_FILE, "step_3"]
 
 
 # Torn and foreign checkpoints
@@ -288,7 +502,35 @@ def shorten_info(folder: Path) -> None:
     path.write_text(json.dumps(info))
 
 
-@pytest.mark.parametrize("damage", [damage_info, cut_info, empty_info, shorten_info])
+def lose_models(folder: Path) -> None:
+    (folder / "models" / "weights").unlink()
+
+
+def cut_models(folder: Path) -> None:
+    (folder / "models" / "weights").write_text("")
+
+
+def lose_list(folder: Path) -> None:
+    (folder / FILES_FILE).unlink()
+
+
+def cut_replay(folder: Path) -> None:
+    (folder / REPLAY_FILE).write_text("{")
+
+
+DAMAGES = {
+    damage_info: INFO_FILE,
+    cut_info: "Expecting",
+    empty_info: "not an object",
+    shorten_info: "lacks ['prompts']",
+    lose_models: "models/weights is missing",
+    cut_models: "models/weights has 0 bytes, it had 1 when it was saved",
+    lose_list: FILES_FILE,
+    cut_replay: f"{REPLAY_FILE} has 1 bytes",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_torn_checkpoint_is_skipped_with_a_warning_and_replaced_later(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -300,6 +542,10 @@ def test_a_torn_checkpoint_is_skipped_with_a_warning_and_replaced_later(
         assert checkpoints(tmp_path, models=models).restore() == 2
     assert models.step == 2
     assert "skipping torn checkpoint" in caplog.text and "step_4" in caplog.text
+    assert DAMAGES[damage] in caplog.text
+    with pytest.raises(CheckpointError, match="step_4 is not a complete checkpoint"):
+        find_checkpoint(tmp_path / "step_4")
+    assert find_checkpoint(tmp_path) == tmp_path / "step_2"
     save(tmp_path, 4)
     assert checkpoints(tmp_path, models=models).restore() == 4
     assert names_in(tmp_path) == [LATEST_FILE, "step_2", "step_4"]
@@ -315,13 +561,29 @@ def test_torn_checkpoints_do_not_push_out_good_ones(tmp_path: Path) -> None:
     assert checkpoints(tmp_path).restore() == 4
 
 
-def test_a_checkpoint_without_its_models_is_an_error_that_names_it(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    assert live(folder, WorkLog())
-    (folder / "step_8" / "critic.json").unlink()
-    run = fake_run(SCHEDULE, folder=folder)
-    with pytest.raises(CheckpointError, match=r"step_8: the critic cannot be loaded"):
-        run.parts.checkpoints.restore()
+def test_a_run_that_was_named_to_be_continued_and_has_no_checkpoint_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"run\.resume names this run.*no complete checkpoint$"):
+        checkpoints(tmp_path, required=True).restore()
+    save(tmp_path, 2)
+    lose_models(tmp_path / "step_2")
+    with pytest.raises(CheckpointError, match=r"torn: .*step_2: models/weights is missing"):
+        checkpoints(tmp_path, required=True).restore()
+    save(tmp_path, 1)
+    assert checkpoints(tmp_path, required=True).restore() == 1
+
+
+def test_a_checkpoint_is_found_by_its_run_its_folder_or_itself(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="run holds no complete checkpoint"):
+        find_checkpoint(tmp_path / "run")
+    for step in (1, 2):
+        save(folder, step)
+    for path in (tmp_path / "run", folder, folder / "step_2"):
+        assert find_checkpoint(path) == folder / "step_2"
+    assert find_checkpoint(folder / "step_1") == folder / "step_1"
+    with pytest.raises(CheckpointError, match="step_7 is not a complete checkpoint"):
+        find_checkpoint(folder / "step_7")
 
 
 @pytest.mark.parametrize(
@@ -348,7 +610,7 @@ def test_a_checkpoint_of_another_run_is_refused(
 def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 2)
     (tmp_path / "step_2" / INFO_FILE).write_text('{"format_version": 99}')
-    with pytest.raises(CheckpointError, match=r"format_version is 99, this version reads 1"):
+    with pytest.raises(CheckpointError, match=r"format_version is 99, this version reads 2"):
         checkpoints(tmp_path).restore()
 
 
@@ -368,6 +630,10 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
         ([0.9, 0.8, 0.7, 0.6], {"metric": None}, [3, 4]),
         ([0.1, 0.2, 0.3, 0.4], {"keep": 1}, [4]),
         ([0.4, 0.3, 0.2, 0.1], {"keep": 1}, [1, 4]),
+        ([0.4, 0.7, 0.6, 0.5, 0.1], {"keep": 1, "keep_best": 2}, [2, 3, 5]),
+        ([0.7, 0.7, 0.7, 0.5, 0.1], {"keep": 1, "keep_best": 2}, [2, 3, 5]),
+        ([0.4, 0.3, 0.2, 0.1], {"keep": 1, "keep_best": 0}, [4]),
+        ([0.1, 0.2, 0.3, 0.4], {"keep": 2, "keep_best": 3}, [2, 3, 4]),
         ([0.4, 0.3, 0.2, 0.1], {"keep": 0, "metric": None}, [4]),
     ],
 )
@@ -386,9 +652,9 @@ def test_values_of_another_metric_are_not_compared(tmp_path: Path) -> None:
     for step in (3, 4, 5):
         replay = BufferSnapshots()
         replay.train_to(step)
-        checkpoints(tmp_path, metric="train/reward", replay=replay).save(
-            step=step, metrics={"train/reward": 0.5 - step / 10}
-        )
+        saving = checkpoints(tmp_path, metric="train/reward", replay=replay)
+        saving.save(step=step, metrics={"train/reward": 0.5 - step / 10})
+        saving.publish()
     assert steps_in(tmp_path) == [3, 4, 5]
 
 
@@ -474,9 +740,7 @@ def test_other_ranks_load_what_rank_zero_chose_and_write_only_models(tmp_path: P
     other = RunCheckpoints(
         folder=tmp_path,
         resume=True,
-        keep=1,
-        metric=None,
-        higher_is_better=True,
+        retention=Retention(keep=1, keep_best=1, metric=None, higher_is_better=True),
         identity={"run.seed": "another"},
         load_replay_buffer=True,
         models=models,
@@ -489,15 +753,33 @@ def test_other_ranks_load_what_rank_zero_chose_and_write_only_models(tmp_path: P
     (tmp_path / "tmp_step_4").mkdir()  # by rank 0, before it lets this rank save
     models.step = 4
     other.save(step=4, metrics={})
+    other.publish()
     assert names_in(tmp_path) == [LATEST_FILE, "step_2", "step_3", "tmp_step_4"]
     assert names_in(tmp_path / "tmp_step_4") == ["models"]
     assert rank_zero.asked == [
         "choice of checkpoint",
         "restore of the replay buffer",
-        "start of checkpoint 4",
         "snapshot of checkpoint 4",
+        "start of checkpoint 4",
+        "side files of checkpoint 4",
+        "seal of checkpoint 4",
         "publication of checkpoint 4",
     ]
+
+
+def test_every_rank_meets_a_failure_of_rank_zero_as_the_same_error(tmp_path: Path) -> None:
+    """So that all of them stop, or all of them go on."""
+    message = "checkpoint 4 could not be written (seal): [Errno 28] No space left on device"
+    other = checkpoints(tmp_path, on_rank_zero=OtherRank({"seal of checkpoint 4": message}))
+    (tmp_path / "tmp_step_4").mkdir()
+    with pytest.raises(CheckpointError, match="No space left"):
+        other.save(step=4, metrics={})
+
+    def failing(what: str, function: Callable[[], object]) -> object:
+        return message if what.startswith("seal") else function()
+
+    with pytest.raises(CheckpointError, match="No space left"):
+        checkpoints(tmp_path, on_rank_zero=failing).save(step=4, metrics={})
 
 
 def test_the_snapshot_is_taken_before_the_models_are_saved_and_published_after(tmp_path: Path) -> None:
@@ -512,5 +794,7 @@ def test_the_snapshot_is_taken_before_the_models_are_saved_and_published_after(t
         order.append(what.split()[0])
         return function()
 
-    checkpoints(tmp_path, models=Models(), on_rank_zero=noting).save(step=1, metrics={})
-    assert order == ["start", "snapshot", "models", "publication"]
+    saving = checkpoints(tmp_path, models=Models(), on_rank_zero=noting)
+    saving.save(step=1, metrics={})
+    saving.publish()
+    assert order == ["snapshot", "start", "side", "models", "seal", "publication"]

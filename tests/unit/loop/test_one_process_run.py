@@ -12,6 +12,7 @@ import torch
 
 from megatron_ppo.data.batch import TrainBatch
 from megatron_ppo.loop.async_ppo import train
+from megatron_ppo.loop.checkpoint_folder import Retention
 from megatron_ppo.loop.checkpoints import RunCheckpoints
 from megatron_ppo.protocol.errors import PartDiedError
 from megatron_ppo.protocol.schedule import AsyncSchedule
@@ -190,18 +191,27 @@ class Killed(BaseException):
 
 
 class KilledAfterSave:
-    """Real checkpoints of a process that dies right after the save of `step`."""
+    """Real checkpoints of a process that dies as soon as the one of `step` has appeared."""
 
     def __init__(self, real: RunCheckpoints, step: int | None) -> None:
         self._real = real
         self._step = step
+        self._saved = 0
 
     def restore(self) -> int:
         return self._real.restore()
 
-    def save(self, *, step: int, metrics: Mapping[str, float]) -> None:
-        self._real.save(step=step, metrics=metrics)
-        if step == self._step:
+    @property
+    def overdue(self) -> bool:
+        return self._real.overdue
+
+    def save(self, *, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        self._saved = step
+        return self._real.save(step=step, metrics=metrics)
+
+    def publish(self, *, wait: bool = False) -> None:
+        self._real.publish(wait=wait)
+        if self._saved == self._step:
             raise Killed
 
 
@@ -224,9 +234,7 @@ def one_life(
             **{
                 "folder": folder,
                 "resume": True,
-                "keep": 1,
-                "metric": None,
-                "higher_is_better": True,
+                "retention": Retention(keep=1, keep_best=1, metric=None, higher_is_better=True),
                 "identity": {},
                 "load_replay_buffer": True,
                 "models": FakeModelStore(policy=run.policy, critic=run.critic),
