@@ -96,7 +96,9 @@ def stage_models(
     state["rng"] = _generator_shard(_generator_states())
     state["about"] = {"models": _descriptions(models), "world_size": dist.get_world_size()}
     state["extra"] = dict(extra or {})
-    return checkpoint_writer.stage(state, path, live=[t for m in models.values() for t in _tensors(m.trained)])
+    return checkpoint_writer.stage(
+        state, path, live=[t for m in models.values() for t in _tensors(m.trained)]
+    )
 
 
 def load_models(

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingException
@@ -28,7 +27,15 @@ from megatron_ppo.protocol.errors import CheckpointError
 
 _METADATA_FILE = ".metadata"
 # What torch and pickle raise for a file that ends too early or holds something else.
-_UNREADABLE = (OSError, ValueError, EOFError, KeyError, RuntimeError, pickle.UnpicklingError, CheckpointingException)
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    EOFError,
+    KeyError,
+    RuntimeError,
+    pickle.UnpicklingError,
+    CheckpointingException,
+)
 
 
 def read_about(path: Path, wanted: Mapping[str, str]) -> dict[str, Any]:

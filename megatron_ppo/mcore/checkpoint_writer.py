@@ -15,7 +15,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -172,7 +171,11 @@ def on_rank_zero(action: Callable[[], None]) -> None:
     if dist.get_rank() == 0:
         try:
             action()
-        except (CheckpointError, OSError, RuntimeError) as error:  # torch reports some failed writes as the latter
+        except (
+            CheckpointError,
+            OSError,
+            RuntimeError,
+        ) as error:  # torch reports some failed writes as the latter
             box[0] = str(error)
     dist.broadcast_object_list(box, src=0)
     if box[0] is not None:

@@ -72,11 +72,12 @@ def test_afterwards_signals_do_what_they_did_before() -> None:
 @pytest.mark.parametrize(
     ("error", "is_cause"),
     [
-        (CheckpointError("the disk is full"), True),
+        (OSError("the disk is full"), True),
         (MemoryError(), True),
         (RuntimeError("shapes differ"), True),
         (PartDiedError("rank 0 failed during validation"), False),
         (NonFiniteError("the loss is NaN"), False),
+        (CheckpointError("rank 1: the disk is full"), False),
         (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"), False),
     ],
 )

@@ -75,7 +75,7 @@ def test_values_land_under_our_keys() -> None:
     }
     assert ours["critic"] == {"optimizer": {"lr": 1e-5}, "scheduler": {"lr_warmup_steps": 4}}
     assert ours["inference"] == {"top_k": 0, "max_new_tokens": 64, "asynchronous": True, "dtype": "bfloat16"}
-    assert ours["checkpoint"] == {"metric": "validation/accuracy", "keep": 3}
+    assert ours["checkpoint"] == {"metric": "validation/accuracy", "keep_best": 3}
 
 
 def test_keys_without_counterpart_are_reported_with_a_reason() -> None:

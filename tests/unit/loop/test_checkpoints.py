@@ -70,7 +70,10 @@ class BufferSnapshots:
         self.restored: list[tuple[str | None, int]] = []
 
     def train_to(self, step: int, *, start: int = 0) -> None:
-        """Train until `step` steps are complete, from `start`; then ordinals up to 2 · step + 2 are ready and one more is in flight."""
+        """Train until `step` steps are complete, from `start`.
+
+        Then ordinals up to 2 · step + 2 are ready and one more is in flight.
+        """
         for now in range(start, step + 1):
             self.buffer.open(now, SCHEDULE.frontier(now))
             for slot in self.buffer.reserve(4):
