@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ppo.mcore import checkpoint as checkpoint_module
+from megatron_ppo.mcore import platform
+from megatron_ppo.mcore.checkpoint import ModelCheckpoints, load_models, load_weights, save_models
 from megatron_ppo.mcore.critic import MegatronCritic
+from megatron_ppo.mcore.parallel import ParallelContext, distributed_runtime
 from megatron_ppo.mcore.policy import MegatronPolicy
-from megatron_ppo.protocol.errors import ConfigError
-from tests.functional.mcore.jobs import SHAPE, Layout, context, random_batch, settings
+from megatron_ppo.protocol.errors import CheckpointError, ConfigError
+from tests.functional.mcore.jobs import (
+    SHAPE,
+    Layout,
+    adam_steps,
+    build,
+    context,
+    full_parameters,
+    random_batch,
+    scored,
+    settings,
+)
 
 
 def make_reward_model(*, folder: str, kind: str) -> None:
@@ -55,8 +75,6 @@ def policy_error(*, folder: str) -> str:
 
 def head_error(*, folder: str, changes: dict[str, Any]) -> str:
     """The message that a critic refuses the folder with, after tensors of its file were replaced or dropped (None)."""
-    from pathlib import Path
-
     from safetensors.torch import load_file, save_file
 
     path = Path(folder) / "model.safetensors"
@@ -68,3 +86,217 @@ def head_error(*, folder: str, changes: dict[str, Any]) -> str:
         except ConfigError as error:
             return str(error)
     return "no error"
+
+
+STEPS = 2
+
+
+def pair(folder: str, layout: Layout, **changes: Any) -> dict[str, MegatronPolicy | MegatronCritic]:
+    """Policy and critic in one layout."""
+    parallel = ParallelContext.create(**layout, timeout_s=60.0)  # type: ignore[arg-type]
+    return {kind: build(kind, folder, parallel, **changes) for kind in ("policy", "critic")}
+
+
+def train_on(models: dict[str, Any], *, first: int, steps: int = STEPS) -> list[dict[str, float]]:
+    """`steps` updates of every model; the batches are those of the steps from `first` on."""
+    batches = [random_batch(seed=first + step) for step in range(steps)]
+    return [model.update([batch]) for batch in batches for model in models.values()]
+
+
+def outcome(models: dict[str, Any], metrics: list[dict[str, float]]) -> dict[str, Any]:
+    """What two ways to the same step must agree on."""
+    return {
+        "metrics": metrics,
+        "parameters": {name: full_parameters(model) for name, model in models.items()},
+        "scores": {name: scored(model, random_batch()) for name, model in models.items()},
+        "adam_steps": sorted({step for model in models.values() for step in adam_steps(model)}),
+    }
+
+
+def uninterrupted(*, folder: str, layout: Layout, **changes: Any) -> dict[str, Any]:
+    """Two steps, then two more."""
+    with distributed_runtime(timeout_s=60.0):
+        models = pair(folder, layout, **changes)
+        train_on(models, first=0)
+        return outcome(models, train_on(models, first=STEPS))
+
+
+def save_after_two(*, folder: str, checkpoint: str, layout: Layout, **changes: Any) -> str:
+    """Two steps, then a save; the parameters' digest, which the save must not change."""
+    with distributed_runtime(timeout_s=60.0):
+        models = pair(folder, layout, **changes)
+        train_on(models, first=0)
+        before = models["policy"].parameters_hash()
+        save_models(Path(checkpoint), models, {"step": STEPS})
+        assert models["policy"].parameters_hash() == before
+        return before
+
+
+def resume_each(*, folder: str, checkpoints: list[str], layout: Layout, **changes: Any) -> list[dict[str, Any]]:
+    """Load each checkpoint into models that have been elsewhere, and take two more steps."""
+    with distributed_runtime(timeout_s=60.0):
+        models = pair(folder, layout, **changes)
+        train_on(models, first=90, steps=1)
+        results = []
+        for checkpoint in checkpoints:
+            assert load_models(Path(checkpoint), models) == {"step": STEPS}
+            results.append(outcome(models, train_on(models, first=STEPS)))
+        return results
+
+
+def save_in_background(*, folder: str, checkpoints: dict[str, str], layout: Layout) -> dict[str, Any]:
+    """Saves of one step, at once and in the background, the latter held back until the models have moved on."""
+    with distributed_runtime(timeout_s=60.0):
+        models = pair(folder, layout)
+        train_on(models, first=0)
+        store = ModelCheckpoints(models)
+        for path in checkpoints.values():
+            Path(path).mkdir(exist_ok=True)
+        dist.barrier()
+        store.save(Path(checkpoints["synchronous"]))
+        may_write = threading.Event()
+        with held_back(may_write):
+            save = store.begin_save(Path(checkpoints["background"]))
+            train_on(models, first=50)
+            early = save.is_written()
+            files_early = sorted(path.name for path in Path(checkpoints["background"]).rglob("*.distcp"))
+            dist.barrier()
+            may_write.set()
+            deadline = time.monotonic() + 60.0
+            while not save.is_written() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            late = save.is_written()
+            save.finish()
+        results = {}
+        for name, path in checkpoints.items():
+            store.load(Path(path))
+            results[name] = outcome(models, train_on(models, first=STEPS))
+        return {"results": results, "early": early, "files_early": files_early, "late": late}
+
+
+@contextmanager
+def held_back(may_write: threading.Event) -> Iterator[None]:
+    """Writers wait for the event before each file."""
+    original = platform.write_checkpoint_bucket
+
+    def waiting(writer: Any, bucket: Any) -> list[Any]:
+        assert may_write.wait(60.0)
+        return original(writer, bucket)
+
+    platform.write_checkpoint_bucket = waiting
+    try:
+        yield
+    finally:
+        platform.write_checkpoint_bucket = original
+
+
+def save_error(*, folder: str, checkpoint: str, layout: Layout, in_background: bool) -> str:
+    """The message of a save that has no room, and the parameters after it."""
+    with distributed_runtime(timeout_s=60.0):
+        models = pair(folder, layout)
+        store = ModelCheckpoints(models)
+        before = models["policy"].parameters_hash()
+        try:
+            if in_background:
+                store.begin_save(Path(checkpoint)).finish()
+            else:
+                store.save(Path(checkpoint))
+        except CheckpointError as error:
+            assert models["policy"].parameters_hash() == before
+            return str(error)
+    return "no error"
+
+
+def load_errors(*, folder: str, checkpoints: dict[str, str], layout: Layout) -> dict[str, str]:
+    """Messages of CheckpointError, by checkpoint, and whether the models were left alone."""
+    with distributed_runtime(timeout_s=60.0):
+        models = pair(folder, layout)
+        before = models["policy"].parameters_hash()
+        messages = {}
+        for name, checkpoint in checkpoints.items():
+            try:
+                load_models(Path(checkpoint), models)
+                messages[name] = "no error"
+            except CheckpointError as error:
+                messages[name] = str(error)
+            assert models["policy"].parameters_hash() == before, name
+        return messages
+
+
+def with_other_tensors(*, folder: str, checkpoint: str) -> None:
+    """A checkpoint that says of itself what ours says, and whose tensors are not ours."""
+    with distributed_runtime(timeout_s=60.0):
+        models = pair(folder, {})
+        described = checkpoint_module._descriptions(models)
+        original = checkpoint_module._template
+
+        def renamed(name: str, trained: Any, *, loading: bool) -> dict[str, Any]:
+            from megatron.core.dist_checkpointing.dict_utils import nested_values
+            from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+            state = original(name, trained, loading=loading)
+            for value in nested_values(state):
+                if isinstance(value, ShardedTensor):
+                    value.key = value.key.replace("final_layernorm", "last_norm")
+            return state
+
+        checkpoint_module._template = renamed
+        try:
+            save_models(Path(checkpoint), models, {"step": STEPS})
+        finally:
+            checkpoint_module._template = original
+        assert described == checkpoint_module._descriptions(models)
+
+
+def resume_without(*, folder: str, checkpoint: str, handling: str) -> dict[str, Any]:
+    """Save and resume while one of our answers to torch's AdamW is taken away ("" takes none): result or error."""
+    from megatron_ppo.mcore import optimizer as optimizer_module
+
+    @contextmanager
+    def untouched(chained: Any) -> Iterator[None]:
+        yield
+
+    taken: dict[str, tuple[Any, str, Any]] = {
+        "initialise_adam_state": (optimizer_module, "initialise_adam_state", lambda optimizer: None),
+        "keeping_adam_step": (checkpoint_module, "_keeping_adam_step", untouched),
+        "separate_adam_steps": (checkpoint_module, "_separate_adam_steps", lambda optimizer: None),
+    }
+    originals = []
+    if handling:
+        module, name, replacement = taken[handling]
+        originals.append((module, name, getattr(module, name)))
+        setattr(module, name, replacement)
+    try:
+        with distributed_runtime(timeout_s=60.0):
+            models = pair(folder, {})
+            # A policy that was never stepped, as after a critic warm-up.
+            models["critic"].update([random_batch(seed=0)])
+            save_models(Path(checkpoint), models)
+            expected = outcome(models, train_on(models, first=STEPS))
+            fresh = pair(folder, {})
+            load_models(Path(checkpoint), fresh)
+            return {"expected": expected, "seen": outcome(fresh, train_on(fresh, first=STEPS)), "error": ""}
+    except (AssertionError, KeyError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        for module, name, original in originals:
+            setattr(module, name, original)
+
+
+def warm_start(*, folder: str, checkpoint: str, layout: Layout, **changes: Any) -> dict[str, Any]:
+    """A critic before and after it took over the weights of a checkpoint's, and after one step of its own."""
+    with distributed_runtime(timeout_s=60.0):
+        parallel = ParallelContext.create(**layout, timeout_s=60.0)  # type: ignore[arg-type]
+        critic = MegatronCritic(parallel=parallel, **settings(folder, **changes))
+        before = critic.values(random_batch())
+        load_weights(Path(checkpoint), "critic", critic)
+        after, parameters = critic.values(random_batch()), full_parameters(critic)
+        metrics = critic.update([random_batch(seed=7)])
+        return {
+            "before": before,
+            "after": after,
+            "parameters": parameters,
+            "lr": metrics["train/critic/lr"],
+            "adam_steps": adam_steps(critic),
+            "values": critic.values(random_batch()),
+        }

@@ -339,11 +339,12 @@ def _go_on(policy: MegatronPolicy, critic: MegatronCritic) -> dict[str, Any]:
         "metrics": metrics,
         "policy": full_parameters(policy),
         "critic": full_parameters(critic),
-        "adam_steps": [_adam_steps(model) for model in (policy, critic)],
+        "adam_steps": [adam_steps(model) for model in (policy, critic)],
     }
 
 
-def _adam_steps(model: MegatronPolicy | MegatronCritic) -> set[float]:
+def adam_steps(model: MegatronPolicy | MegatronCritic) -> set[float]:
+    """Adam's step counters of this rank's parameters."""
     return {
         float(state["step"])
         for chained in model.trained.optimizer.chained_optimizers
