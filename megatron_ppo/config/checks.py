@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from megatron_ppo.config.derived import Derived, ModelFacts, ParallelSizes
-from megatron_ppo.config.layout import layout
+from megatron_ppo.config.layout import layout, padding_advice
 from megatron_ppo.config.messages import config_error
 from megatron_ppo.config.model_sections import ModelSource, ParallelismSection, TrainedModelSection
 from megatron_ppo.config.schema import RunConfig
@@ -124,7 +124,16 @@ def derive(
         critic_scheduler_ticks=_scheduler_ticks(config, "critic", config.critic),
         needs_reference=_needs_reference(config),
         run_directory=config.run.directory,
-        warnings=tuple(_warnings(config)),
+        warnings=(
+            *_warnings(config),
+            *filter(
+                None,
+                (
+                    padding_advice("policy.parallelism", layouts[0], policy_model),
+                    padding_advice("critic.parallelism", layouts[1], critic_model),
+                ),
+            ),
+        ),
     )
 
 

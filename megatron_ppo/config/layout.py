@@ -46,8 +46,20 @@ def layout(
     return sizes, problems
 
 
+def padding_advice(key: str, sizes: ParallelSizes, model: ModelFacts) -> str | None:
+    """What a tensor size that does not divide the KV heads costs; None for one that does."""
+    padded = -(-model.num_kv_heads // sizes.tensor) * sizes.tensor
+    if padded == model.num_kv_heads:
+        return None
+    return (
+        f"{key}.tensor_model_parallel_size={sizes.tensor} does not divide the model's {model.num_kv_heads} KV heads: "
+        f"zeros fill them up to {padded}, which changes no result and makes attention "
+        f"{padded / model.num_kv_heads:.2f} times as large"
+    )
+
+
 def _largest_tensor_size(section: ParallelismSection, world_size: int, model: ModelFacts | None) -> int:
-    """The largest size that divides the ranks that are left, the heads, the KV heads and the MLP."""
+    """The largest size that divides the ranks that are left, the heads, the KV heads and the MLP: without padding."""
     taken = (
         section.pipeline_model_parallel_size
         * section.context_parallel_size
@@ -78,11 +90,7 @@ def _unsupported(section: ParallelismSection, key: str) -> list[str]:
 def _misfits(key: str, tensor: int, pipeline: int, model: ModelFacts) -> list[str]:
     problems = [
         f"{key}.tensor_model_parallel_size: got {tensor}; must divide the model's {name} {count}"
-        for name, count in (
-            ("attention heads", model.num_heads),
-            ("KV heads", model.num_kv_heads),
-            ("MLP width", model.ffn_hidden_size),
-        )
+        for name, count in (("MLP width", model.ffn_hidden_size),)
         if count % tensor
     ]
     if model.num_layers % pipeline:

@@ -45,7 +45,8 @@ class ParallelismSection(Section):
 
     tensor_model_parallel_size: int | None = setting(
         None,
-        "Ranks that share each layer. null is the largest size that divides ranks, heads and KV heads.",
+        "Ranks that share each layer. null is the largest size that divides ranks, heads and KV heads; a size that "
+        "does not divide the KV heads fills them up with zeros.",
         unit="ranks",
         ge=1,
     )

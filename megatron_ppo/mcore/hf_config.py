@@ -102,6 +102,19 @@ class HFModelConfig:
         """Rows of the trainer's embedding: the vocabulary, rounded up so that TP ranks have equal shares."""
         return -(-self.vocab_size // tensor_model_parallel_size) * tensor_model_parallel_size
 
+    def padded_kv_heads(self, tensor_model_parallel_size: int) -> int:
+        """Key/value heads of the trainer's attention: rounded up so that TP ranks have equal shares.
+
+        A further key/value head comes with as many query heads as the others. All of its weights are zero, and stay
+        zero: it returns 0 whatever the scores are, since its values are 0, so the output projection's columns for it
+        have no gradient; these columns are 0, so nothing before them has one either.
+        """
+        return -(-self.num_kv_heads // tensor_model_parallel_size) * tensor_model_parallel_size
+
+    def padded_heads(self, tensor_model_parallel_size: int) -> int:
+        """Query heads that go with `padded_kv_heads`."""
+        return self.num_heads // self.num_kv_heads * self.padded_kv_heads(tensor_model_parallel_size)
+
     @property
     def dense_layers(self) -> bool:
         """Whether any layer has a dense MLP."""
@@ -121,8 +134,6 @@ class HFModelConfig:
         virtual = virtual_pipeline_model_parallel_size
         self._check_experts(tp, expert_model_parallel_size, sequence_parallel)
         for name, value in (
-            ("num_attention_heads", self.num_heads),
-            ("num_key_value_heads", self.num_kv_heads),
             ("intermediate_size", self.ffn_hidden_size if self.dense_layers else 0),
             ("moe_intermediate_size", 0 if self.experts is None else self.experts.ffn_hidden_size),
         ):

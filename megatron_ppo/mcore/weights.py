@@ -80,7 +80,7 @@ class WeightMap:
         if piece.cut == "rows":
             return self._load_vocabulary(names[0], source)
         if piece.cut == "columns":
-            return source.read(names[0], columns=self._share(shape[1]))
+            return self._load_columns(piece, source)
         return torch.cat([source.read(name, rows=self._share(shape[0])) for name in names])
 
     def _share(self, size: int) -> slice:
@@ -96,15 +96,34 @@ class WeightMap:
         missing = share.stop - share.start - real.shape[0]
         return torch.nn.functional.pad(real, (0, 0, 0, missing))
 
+    def _load_columns(self, piece: WeightPiece, source: HFWeights) -> Tensor:
+        ((name, (_, width)),) = piece.outputs
+        if piece.parameter != "self_attention.linear_proj.weight":
+            return source.read(name, columns=self._share(width))
+        model, tp = self.model, self.parallel.tp_size
+        share = self._share(model.padded_heads(tp) * model.head_dim)
+        real = source.read(name, columns=_within(share, width))
+        return torch.nn.functional.pad(real, (0, share.stop - share.start - real.shape[1]))
+
     def _load_qkv(self, piece: WeightPiece, source: HFWeights) -> Tensor:
-        model, groups = self.model, self._share(self.model.num_kv_heads)
+        """Key/value heads of this rank one after another; the padding, if any, is zero and comes last."""
+        model = self.model
+        share = self._share(model.padded_kv_heads(self.parallel.tp_size))
+        groups = _within(share, model.num_kv_heads)
         parts = []
         for name, shape in piece.outputs:
             block = shape[0] // model.num_kv_heads
             part = source.read(name, rows=slice(groups.start * block, groups.stop * block))
             parts.append(part.view(groups.stop - groups.start, block, *part.shape[1:]))
         fused = torch.cat(parts, dim=1)
-        return fused.reshape(-1, *fused.shape[2:])
+        rows = fused.reshape(-1, *fused.shape[2:])
+        missing = (share.stop - share.start) * fused.shape[1] - rows.shape[0]
+        return torch.nn.functional.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing))
+
+
+def _within(share: slice, size: int) -> slice:
+    """The part of a share that really exists."""
+    return slice(min(share.start, size), min(share.stop, size))
 
 
 def named_parameters(chunks: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -213,15 +232,16 @@ def _split(shards: list[Tensor], piece: WeightPiece, model: HFModelConfig) -> li
     if piece.cut == "whole":
         return shards
     if piece.cut == "columns":
-        return [_joined(shards, dim=1)]
+        return [_joined(shards, dim=1)[:, : piece.outputs[0][1][1]]]
     if piece.cut == "rows":
         return [_joined(shards)[: piece.outputs[0][1][0]]]
     if piece.cut == "gate_up":
         halves = [shard.chunk(2) for shard in shards]
         return [_joined([half[part] for half in halves]) for part in (0, 1)]
     fused = _joined(shards)
-    blocks = fused.view(model.num_kv_heads, -1, *fused.shape[1:])
     sizes = [shape[0] // model.num_kv_heads for _, shape in piece.outputs]
+    # Padded key/value heads come last.
+    blocks = fused.view(-1, sum(sizes), *fused.shape[1:])[: model.num_kv_heads]
     return [part.reshape(-1, *fused.shape[1:]) for part in blocks.split(sizes, dim=1)]
 
 

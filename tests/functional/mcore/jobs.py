@@ -54,6 +54,15 @@ MODEL_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     # 61 is odd: the vocabulary is padded for two ranks.
     "qwen2_odd_vocab": ("Qwen2", {"tie_word_embeddings": False, "vocab_size": 61}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 64}),
+    # Key/value heads that two ranks cannot share: zeros fill them up. With one of them, rank 1 has nothing else.
+    "qwen2_three_kv": (
+        "Qwen2",
+        {"tie_word_embeddings": True, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
+    ),
+    "qwen3_one_kv": (
+        "Qwen3",
+        {"tie_word_embeddings": False, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 32},
+    ),
     "llama": ("Llama", {"tie_word_embeddings": False, "num_attention_heads": 4}),
     "llama3_rope": ("Llama", {"tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE}),
 }
@@ -205,6 +214,29 @@ def train(*, kind: str, folder: str, layout: Layout, steps: int = 3, **changes: 
             "parameters": full_parameters(model),
             "scores": scored(model, random_batch()),
             "hash": model.parameters_hash(),
+        }
+
+
+def padding_after_training(*, kind: str, folder: str, layout: Layout) -> dict[str, float]:
+    """Entries of this rank's padded key/value heads, and the largest of them after three steps with weight decay."""
+    with context(layout) as parallel:
+        model = build(kind, folder, parallel)
+        for step in range(3):
+            model.update([random_batch(seed=step)])
+        shape = model.trained.model
+        mine = shape.padded_kv_heads(parallel.tp_size) // parallel.tp_size
+        real = min(max(shape.num_kv_heads - parallel.tp_rank * mine, 0), mine)
+        padding = []
+        for chunk in model.trained.chunks:
+            for name, parameter in chunk.named_parameters():
+                if "linear_qkv." in name:
+                    padding.append(parameter.detach().unflatten(0, (mine, -1))[real:])
+                elif name.endswith("linear_proj.weight"):
+                    padding.append(parameter.detach().unflatten(1, (mine, -1))[:, real:])
+        assert padding
+        return {
+            "entries": sum(part.numel() for part in padding),
+            "largest": max((float(part.abs().max()) for part in padding if part.numel()), default=0.0),
         }
 
 

@@ -12,7 +12,16 @@ from tests.functional.worker_group import WorkerGroup
 pytestmark = pytest.mark.megatron
 
 JOBS = "tests.functional.mcore.jobs:"
-KINDS = ["qwen2", "qwen2_tied", "qwen2_odd_vocab", "qwen3", "llama", "llama3_rope"]
+KINDS = [
+    "qwen2",
+    "qwen2_tied",
+    "qwen2_odd_vocab",
+    "qwen3",
+    "llama",
+    "llama3_rope",
+    "qwen2_three_kv",
+    "qwen3_one_kv",
+]
 TP2 = {"tensor_model_parallel_size": 2}
 TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}

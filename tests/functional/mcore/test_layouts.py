@@ -185,6 +185,32 @@ def test_query_key_norms_without_sequence_parallelism_train_like_one_process(
     assert_same_training(ranks[1], one_process("policy", "qwen3"), "train")
 
 
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+@pytest.mark.parametrize("layout", ["tp2", "tp2_sp"])
+@pytest.mark.parametrize("model", ["qwen2_three_kv", "qwen3_one_kv"])
+def test_key_value_heads_that_the_ranks_cannot_share_train_like_one_process(
+    workers: WorkerGroup,
+    tiny_model: Callable[[str], Path],
+    one_process: Callable[[str, str], dict[str, Any]],
+    model: str,
+    layout: str,
+    kind: str,
+) -> None:
+    expected = one_process(kind, model)
+    assert_trains_like_one_process(workers, tiny_model(model), expected, kind, 2, layout=LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("model", ["qwen2_three_kv", "qwen3_one_kv"])
+def test_padded_heads_stay_exactly_zero(
+    workers: WorkerGroup, tiny_model: Callable[[str], Path], model: str
+) -> None:
+    zero, one = workers.run(
+        JOBS + "padding_after_training", kind="policy", folder=str(tiny_model(model)), layout=TP2
+    )
+    assert (zero["entries"], zero["largest"], one["largest"]) == (0, 0.0, 0.0)
+    assert one["entries"] > 0
+
+
 BATCHINGS: dict[str, dict[str, Any]] = {
     **{f"of_{size}": {"train_micro_batch_size": size, "logprob_batch_size": size} for size in (1, 2, 8)},
     "packed": PACKED,

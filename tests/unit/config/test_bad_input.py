@@ -169,9 +169,9 @@ BAD_LAYOUTS: list[tuple[dict[str, Any], int, list[str]]] = [
     ),
     ({"critic.parallelism.data_parallel_size": 2}, 1, ["critic.parallelism", "2 ranks", "1, the world size"]),
     (
-        {"policy.parallelism.tensor_model_parallel_size": 4},
+        {"policy.parallelism.tensor_model_parallel_size": 4, "policy.model.recipe.ffn_hidden_size": 190},
         4,
-        ["tensor_model_parallel_size", "got 4", "heads 2"],
+        ["tensor_model_parallel_size", "got 4", "MLP width 190"],
     ),
     (
         {"policy.parallelism.pipeline_model_parallel_size": 4},

@@ -197,3 +197,13 @@ def test_a_key_that_does_nothing_and_a_tolerance_for_another_format_are_warned_a
     assert "policy.precision=bf16, inference.dtype=bfloat16" in warning
     assert derive(changed({**bf16, "refit.probe_tolerance_nats": 0.05}), 1).warnings == ()
     assert derive(changed({**bf16, "refit.probe": False}), 1).warnings == ()
+
+
+def test_a_tensor_size_that_does_not_divide_the_kv_heads_is_allowed_and_its_cost_named() -> None:
+    key = "policy.parallelism.tensor_model_parallel_size"
+    derived = derive(changed({key: 2}, name="smollm2_135m_chain_sum"), 2)
+    assert str(derived.policy) == "tp=2 pp=1 cp=1 dp=1"
+    assert str(derived.critic) == "tp=1 pp=1 cp=1 dp=2"  # by itself nothing is padded
+    (warning,) = (line for line in derived.warnings if key in line)
+    assert "3 KV heads: zeros fill them up to 4" in warning
+    assert "1.33 times" in warning

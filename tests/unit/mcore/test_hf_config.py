@@ -189,10 +189,27 @@ def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("heads", "kv_heads", "tp", "padded"),
+    [
+        (4, 2, 1, (4, 2)),
+        (4, 2, 2, (4, 2)),
+        (4, 2, 4, (8, 4)),
+        (9, 3, 2, (12, 4)),
+        (9, 3, 3, (9, 3)),
+        (3, 1, 2, (6, 2)),
+    ],
+)
+def test_key_value_heads_are_filled_up_to_equal_shares(
+    heads: int, kv_heads: int, tp: int, padded: tuple[int, int]
+) -> None:
+    model = mapped(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=16)
+    model.check_parallelism(tensor_model_parallel_size=tp, pipeline_model_parallel_size=1)
+    assert (model.padded_heads(tp), model.padded_kv_heads(tp)) == padded
+
+
+@pytest.mark.parametrize(
     ("tp", "pp", "changes", "words"),
     [
-        (3, 1, {}, ("tensor_model_parallel_size=3", "num_attention_heads=4")),
-        (4, 1, {}, ("tensor_model_parallel_size=4", "num_key_value_heads=2")),
         (2, 1, {"intermediate_size": 191}, ("tensor_model_parallel_size=2", "intermediate_size=191")),
         (1, 4, {}, ("pipeline_model_parallel_size=4", "num_hidden_layers=2")),
         (4, 1, {"num_key_value_heads": 4, "vocab_size": 6}, ("rank without any", "6 entries")),
