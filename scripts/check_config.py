@@ -3,8 +3,8 @@
 Command: python scripts/check_config.py +experiment=megatron_40step [key=value …] [-m] [--world-size N]
          [--show]
 
-Prints what follows from the configuration for N trainer ranks; --show adds every key. A model folder that is not on
-this machine is taken to be as its `expected` section says.
+Prints what follows from the configuration for N trainer ranks, and the memory that it needs; --show adds every key. A
+model folder that is not on this machine is taken to be as its `expected` section says.
 Exit 2 and one message on bad input.
 """
 
@@ -19,6 +19,7 @@ import yaml
 
 from megatron_ppo.config.checks import derive
 from megatron_ppo.config.compose import parse_command_line
+from megatron_ppo.config.memory import memory_rows
 from megatron_ppo.config.schema import RunConfig
 from megatron_ppo.protocol.errors import ConfigError
 
@@ -54,7 +55,7 @@ def _explain(config: RunConfig, world_size: int | None, show: bool) -> None:
     if show:
         print(yaml.safe_dump(config.resolved(), sort_keys=False, allow_unicode=True))
     print(f"{config.run.name}: the configuration is valid")
-    rows = list(derived.rows())
+    rows = [*derived.rows(), *memory_rows(config, derived)]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"  {name:<{width}}  {value}")

@@ -240,6 +240,13 @@ def padding_after_training(*, kind: str, folder: str, layout: Layout) -> dict[st
         }
 
 
+def rank_parameter_count(*, kind: str, folder: str, layout: Layout) -> int:
+    """Parameters on this rank."""
+    with context(layout) as parallel:
+        model = build(kind, folder, parallel)
+        return sum(p.numel() for chunk in model.trained.chunks for p in chunk.parameters())
+
+
 def train_both(
     *,
     folder: str,

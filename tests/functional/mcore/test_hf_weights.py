@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ppo.config.derived import ParallelSizes
+from megatron_ppo.config.memory import rank_parameters
+from megatron_ppo.warm_start.facts import model_facts
 from tests.functional.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.megatron
@@ -90,3 +93,20 @@ def test_a_frozen_policy_keeps_its_hash_and_the_smallest_update_changes_it(
 
 def test_patched_torch_still_serves_other_libraries(workers: WorkerGroup) -> None:
     assert all(workers.run_alone(JOBS + "shim_leaves_torch_alone").values())
+
+
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+@pytest.mark.parametrize("layout", [TP2, PP2], ids=["tp2", "pp2"])
+@pytest.mark.parametrize("model", ["qwen2_tied", "qwen2_odd_vocab", "qwen2_three_kv", "qwen3_one_kv"])
+def test_memory_estimate_counts_the_parameters_of_the_fullest_rank(
+    workers: WorkerGroup, tiny_model: Callable[[str], Path], model: str, layout: dict[str, int], kind: str
+) -> None:
+    folder = str(tiny_model(model))
+    counted = workers.run(JOBS + "rank_parameter_count", kind=kind, folder=folder, layout=layout)
+    sizes = ParallelSizes(
+        tensor=layout.get("tensor_model_parallel_size", 1),
+        pipeline=layout.get("pipeline_model_parallel_size", 1),
+        context=1,
+        data=1,
+    )
+    assert rank_parameters(model_facts(folder), sizes, value_head=kind == "critic") == max(counted)
