@@ -61,18 +61,16 @@ def stream_map(lengths: Sequence[int], *, ranks: int) -> StreamMap:
     length_B = torch.tensor(tuple(lengths))
     start_B = length_B.cumsum(0) - length_B
     row_P = torch.repeat_interleave(torch.arange(len(length_B)), length_B)
-    slot_P = torch.empty_like(row_P)
-    slot_P[order_RN.flatten()] = torch.arange(len(row_P))
     return StreamMap(
         lengths=tuple(lengths),
         row_P=row_P,
         position_P=torch.arange(len(row_P)) - start_B[row_P],
         order_RN=order_RN,
-        slot_P=slot_P,
+        slot_P=zigzag_slots(tuple(lengths), ranks),
     )
 
 
-# Every layer of a pass asks for the same one.
+# Every layer of a pass asks for the same ones.
 @functools.lru_cache(maxsize=64)
 def zigzag_order(lengths: tuple[int, ...], ranks: int) -> Tensor:
     """int64 [R, N]; the position of the stream that is in slot n of rank r.
@@ -99,3 +97,16 @@ def zigzag_order(lengths: tuple[int, ...], ranks: int) -> Tensor:
     first_RN = rank_R1 * chunk_N + offset_N
     second_RN = (parts - 1 - rank_R1) * chunk_N + offset_N - chunk_N
     return start_N + torch.where(offset_N < chunk_N, first_RN, second_RN)
+
+
+@functools.lru_cache(maxsize=64)
+def zigzag_slots(lengths: tuple[int, ...], ranks: int) -> Tensor:
+    """int64 [P]; the inverse of `zigzag_order`: where each position of the stream is in the ranks' slots, laid end
+    to end.
+
+    Raises: ValueError as `stream_map`.
+    """
+    order_P = zigzag_order(lengths, ranks).flatten()
+    slot_P = torch.empty_like(order_P)
+    slot_P[order_P] = torch.arange(len(order_P))
+    return slot_P

@@ -27,7 +27,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from megatron_ppo.data.sequence_map import zigzag_order
+from megatron_ppo.data.sequence_map import zigzag_slots
 
 
 class SDPACoreAttention(MegatronModule):
@@ -104,7 +104,7 @@ class SDPACoreAttention(MegatronModule):
 
     def _whole(self, key_SBND: Tensor, value_SBND: Tensor, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Keys and values of all context ranks, in the order of the stream."""
-        slots = zigzag_order(lengths, self.context.size()).flatten().argsort().to(key_SBND.device)
+        slots = zigzag_slots(lengths, self.context.size()).to(key_SBND.device)
         both = torch.stack([key_SBND, value_SBND], dim=1)
         # Every rank's queries use every key, so the backward pass sums over ranks.
         whole = gather_from_sequence_parallel_region(

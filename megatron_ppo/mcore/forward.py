@@ -87,26 +87,32 @@ def token_pass(
         return torch.where(microbatch.batch.response_mask_BT, function(output, microbatch), 0.0)
 
     parts = _run_schedule(modules, config, parallel, mine, collect, forward_only=True)
-    result_BT = torch.zeros(batch.token_ids_BT.shape, dtype=torch.float32, device=parallel.device)
+    shape = batch.token_ids_BT.shape
     if parallel.is_last_stage:
-        _gather_rows(result_BT, parts, plan, parallel)
+        result_BT = _gather_rows(shape[1], parts, plan, parallel)
+    else:
+        result_BT = torch.empty(shape, dtype=torch.float32, device=parallel.device)
     if parallel.pp_size > 1:
         dist.broadcast(result_BT, src=parallel.stage_ranks()[-1], group=parallel.pipeline)
     return result_BT.cpu()
 
 
 def _gather_rows(
-    result_BT: Tensor, parts: Sequence[Tensor], plan: MicrobatchPlan, parallel: ParallelContext
-) -> None:
-    """Put every data-parallel rank's rows where they are in the batch. Ranks may have different numbers."""
+    width: int, parts: Sequence[Tensor], plan: MicrobatchPlan, parallel: ParallelContext
+) -> Tensor:
+    """[B, width]; every data-parallel rank's rows in the order of the batch. Ranks may have different numbers."""
     rows = [[row for group in share for row in group] for share in plan.shares]
-    width, most = result_BT.shape[1], max(map(len, rows))
+    most = max(map(len, rows))
     share = torch.cat([_fit_width(part, width) for part in parts])
     share = torch.nn.functional.pad(share, (0, 0, 0, most - len(share))).contiguous()
     shares = [torch.empty_like(share) for _ in rows]
     dist.all_gather(shares, share, group=parallel.data)
-    for numbers, theirs in zip(rows, shares, strict=True):
-        result_BT[torch.tensor(numbers, device=result_BT.device)] = theirs[: len(numbers)]
+    # Of a row that was repeated, the first result: the same choice on every rank.
+    found: dict[int, int] = {}
+    for rank, numbers in enumerate(rows):
+        for at, row in enumerate(numbers, start=rank * most):
+            found.setdefault(row, at)
+    return torch.cat(shares)[[found[row] for row in range(len(found))]]
 
 
 def _fit_width(part_BT: Tensor, width: int) -> Tensor:

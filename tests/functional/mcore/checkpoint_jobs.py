@@ -132,7 +132,9 @@ def save_after_two(*, folder: str, checkpoint: str, layout: Layout, **changes: A
         return before
 
 
-def resume_each(*, folder: str, checkpoints: list[str], layout: Layout, **changes: Any) -> list[dict[str, Any]]:
+def resume_each(
+    *, folder: str, checkpoints: list[str], layout: Layout, **changes: Any
+) -> list[dict[str, Any]]:
     """Load each checkpoint into models that have been elsewhere, and take two more steps."""
     with distributed_runtime(timeout_s=60.0):
         models = pair(folder, layout, **changes)

@@ -76,6 +76,13 @@ TABLE: dict[str, Row] = {
     "tp2_sp_cp2": Row(layout=TP2 | SP | CP2, world_size=4),
     "cp2_dp2": Row(layout=CP2, world_size=4),
     "cp2_pp2": Row(layout=CP2 | PP2, world_size=4),
+    "cp2_pp2_vpp2_grad_overlap": Row(
+        layout=CP2 | PP2 | VPP2,
+        world_size=4,
+        model=DEEP,
+        changes=GRAD_OVERLAP | {"train_micro_batch_size": 2},
+    ),
+    "cp2_overlap": Row(layout=CP2, changes=OVERLAP),
     "cp4": Row(layout={"context_parallel_size": 4}, world_size=4),
     "tp2_sp_pp2_vpp2": Row(layout=TP2 | SP | PP2 | VPP2, world_size=4, model=DEEP),
     "pp2_dp2_overlap": Row(layout=PP2, world_size=4, changes=OVERLAP),
@@ -87,6 +94,7 @@ TABLE: dict[str, Row] = {
     "pp2_packed": Row(layout=PP2, changes=PACKED),
     "dp2_packed": Row(changes=PACKED),
     "cp2_packed": Row(layout=CP2, changes=PACKED),
+    "cp2_pp2_packed": Row(layout=CP2 | PP2, world_size=4, changes=PACKED),
     "tp2_sp_cp2_packed": Row(layout=TP2 | SP | CP2, world_size=4, changes=PACKED),
     "pp2_vpp2_packed_full_recompute": Row(layout=PP2 | VPP2, model=DEEP, changes=PACKED | ALL_LAYERS),
 }
@@ -165,7 +173,7 @@ def test_a_layout_trains_like_one_process(
         assert rank["hash"] == ranks[0]["hash"]
 
 
-@pytest.mark.parametrize("layout", ["tp2_sp", "pp2"])
+@pytest.mark.parametrize("layout", ["tp2_sp", "pp2", "cp2"])
 @pytest.mark.parametrize("model", ["qwen2_tied", "qwen3"])
 def test_tied_embeddings_and_query_key_norms_train_alike_in_every_layout(
     workers: WorkerGroup,
