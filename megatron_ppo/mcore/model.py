@@ -11,6 +11,7 @@ Shape legend: S sequence, B batch, D head dimension, H hidden.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from megatron_ppo.mcore import platform
@@ -65,9 +67,11 @@ def transformer_config(
     *,
     dtype: torch.dtype,
     recompute: RecomputeSettings,
+    moe_aux_loss_coeff: float = 0.0,
 ) -> TransformerConfig:
     """Megatron's description of the model, in fields that 0.16.x and 0.19.x share. Dropout is 0."""
     return TransformerConfig(
+        **_expert_settings(model, parallel, aux_loss_coeff=moe_aux_loss_coeff),
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
@@ -124,6 +128,32 @@ def transformer_config(
     )
 
 
+def _expert_settings(
+    model: HFModelConfig, parallel: ParallelContext, *, aux_loss_coeff: float
+) -> dict[str, Any]:
+    """The router as in transformers: softmax over all experts, the largest `k`, scaled up to 1 if `normalised`.
+
+    Softmax over the chosen logits alone gives exactly the scaled probabilities, which is Megatron's other order.
+    """
+    experts = model.experts
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.num_experts,
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "moe_router_topk": experts.experts_per_token,
+        "moe_router_pre_softmax": not experts.normalised,
+        "moe_router_load_balancing_type": "aux_loss" if aux_loss_coeff > 0 else "none",
+        "moe_aux_loss_coeff": aux_loss_coeff,
+        # Read by checkpoints: layers of two kinds cannot share one tensor per parameter name.
+        "moe_layer_freq": [int(layer in experts.layers) for layer in range(model.num_layers)]
+        if model.dense_layers
+        else 1,
+        "expert_model_parallel_size": parallel.ep_size,
+        "expert_tensor_parallel_size": parallel.tp_size,
+    }
+
+
 def build_model(
     model: HFModelConfig,
     config: TransformerConfig,
@@ -153,13 +183,19 @@ def _build_chunk(
     value_head: bool,
 ) -> GPTModel:
     groups = parallel.process_groups()
-    spec = layer_spec(model, kernels.layers, num_experts=None)
     is_last = parallel.is_last_stage and chunk == parallel.virtual_size - 1
     stage = chunk if parallel.virtual_size > 1 else None
-    layers = get_num_layers_to_build(config, vp_stage=stage, pp_rank=parallel.pp_rank)
+    count = get_num_layers_to_build(config, vp_stage=stage, pp_rank=parallel.pp_rank)
+    first = get_transformer_layer_offset(config, vp_stage=stage, pp_rank=parallel.pp_rank)
     gpt = GPTModel(
         config,
-        TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=final_norm(kernels.layers)),
+        TransformerBlockSubmodules(
+            layer_specs=[
+                layer_spec(model, kernels.layers, num_experts=_experts_in(model, layer))
+                for layer in range(first, first + count)
+            ],
+            layer_norm=final_norm(kernels.layers),
+        ),
         vocab_size=model.padded_vocab_size(parallel.tp_size),
         max_sequence_length=model.max_position_embeddings,
         pre_process=parallel.is_first_stage and chunk == 0,
@@ -175,6 +211,10 @@ def _build_chunk(
     if value_head and is_last:
         gpt.output_layer = ValueHead(config, parallel.tensor)
     return gpt.to(parallel.device)
+
+
+def _experts_in(model: HFModelConfig, layer: int) -> int | None:
+    return model.experts.num_experts if model.experts is not None and layer in model.experts.layers else None
 
 
 def rope_inverse_frequencies(model: HFModelConfig) -> Tensor:

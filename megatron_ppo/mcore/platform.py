@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from megatron_ppo.mcore import gloo_uneven
 from megatron_ppo.protocol.errors import MegatronPPOError
 from megatron_ppo.telemetry.accelerators import Kernels, Precision, TransformerImpl, probe, select
 
@@ -68,6 +69,7 @@ def install() -> None:
             _patch_tensors()
             _import_megatron()
         _patch_megatron_rng()
+        _patch_expert_dispatcher()
     else:
         _import_megatron()
     _patch_recomputation()
@@ -87,6 +89,15 @@ def _import_megatron() -> None:
             "megatron.core.tensor_parallel.random",
         ):
             import_module(name)
+    _name_missing_router_kernel()
+
+
+def _name_missing_router_kernel() -> None:
+    # 0.16.x asks `te_general_gemm is not None` where Transformer Engine's absence has left the name undefined: the
+    # router of every mixture of experts fails with a NameError. 0.19.x defines it as None.
+    module: Any = import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(module, "te_general_gemm"):
+        module.te_general_gemm = None
 
 
 @contextlib.contextmanager
@@ -252,6 +263,34 @@ def _patch_recomputation() -> None:
         original(self, fp8=fp8 or None)
 
     random.CheckpointWithoutOutput.__init__ = without_fp8
+
+
+def _patch_expert_dispatcher() -> None:
+    # Split sizes become numpy arrays on their way from the GPU, and gloo takes nothing else; in both versions a tensor
+    # that is on the CPU already stays a tensor.
+    dispatcher: Any = import_module("megatron.core.transformer.moe.token_dispatcher")
+
+    def on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    dispatcher.maybe_move_tensor_to_cpu = on_cpu
+    even_gather = dispatcher.gather_from_sequence_parallel_region
+    even_reduce_scatter = dispatcher.reduce_scatter_to_sequence_parallel_region
+
+    # With tensor and expert parallelism together the shares are unequal, which gloo refuses. The same keywords in both
+    # versions.
+    def gather(share: Any, *, group: Any, output_split_sizes: list[int] | None = None, **others: Any) -> Any:
+        if output_split_sizes is None:
+            return even_gather(share, group=group, **others)
+        return gloo_uneven.gather(share, output_split_sizes, group)
+
+    def reduce_scatter(whole: Any, *, group: Any, input_split_sizes: list[int] | None = None) -> Any:
+        if input_split_sizes is None:
+            return even_reduce_scatter(whole, group=group)
+        return gloo_uneven.reduce_scatter(whole, input_split_sizes, group)
+
+    dispatcher.gather_from_sequence_parallel_region = gather
+    dispatcher.reduce_scatter_to_sequence_parallel_region = reduce_scatter
 
 
 def forward_backward_function(

@@ -47,6 +47,14 @@ LLAMA3_ROPE = {
     # Short, so that with 64 positions every branch of the scaling is used.
     "original_max_position_embeddings": 32,
 }
+QWEN3_MOE = {
+    "tie_word_embeddings": False,
+    "head_dim": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+}
 MODEL_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
     "qwen2_deep": ("Qwen2", {"tie_word_embeddings": False, "num_hidden_layers": 4}),
@@ -64,6 +72,12 @@ MODEL_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"tie_word_embeddings": False, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 32},
     ),
     "llama": ("Llama", {"tie_word_embeddings": False, "num_attention_heads": 4}),
+    "qwen3_moe": ("Qwen3Moe", QWEN3_MOE),
+    # The other order of softmax and choice, and layers of both kinds.
+    "qwen3_moe_mixed": (
+        "Qwen3Moe",
+        {**QWEN3_MOE, "norm_topk_prob": False, "mlp_only_layers": [0], "tie_word_embeddings": True},
+    ),
     "llama3_rope": ("Llama", {"tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE}),
 }
 

@@ -24,9 +24,12 @@ KINDS = [
     "llama3_rope",
     "qwen2_three_kv",
     "qwen3_one_kv",
+    "qwen3_moe",
+    "qwen3_moe_mixed",
 ]
 TP2 = {"tensor_model_parallel_size": 2}
 TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+EP2 = {"expert_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 # float32 through two layers in another order of sums; logits are of order 1 to 10.
 LOGIT_ABSOLUTE = 1e-4
@@ -68,7 +71,7 @@ def test_export_gives_back_the_files_bit_by_bit(
     workers: WorkerGroup, tiny_model: Callable[[str], Path], kind: str
 ) -> None:
     folder = str(tiny_model(kind))
-    for layout in (TP2, PP2):
+    for layout in (TP2_SP, PP2, *([EP2] if "moe" in kind else [])):
         for wrong in workers.run(JOBS + "export_mismatches", folder=folder, layout=layout):
             assert wrong == []
 
