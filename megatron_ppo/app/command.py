@@ -26,7 +26,7 @@ def main(words: Sequence[str]) -> int:
     try:
         jobs = [(config, derive(config)) for config in parse_command_line(words).load()]
     except ConfigError as error:
-        return _refuse(error)
+        return refuse(error)
 
     from megatron_ppo.app.job import run_job
 
@@ -38,7 +38,7 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def _refuse(error: ConfigError) -> int:
+def refuse(error: ConfigError) -> int:
     """Let one message reach the terminal, from whichever rank of the job gets there.
 
     Every rank finds the same fault, in any order. One that exits first makes torchrun end the others, so a silent exit

@@ -71,6 +71,7 @@ def _context(sizes: ParallelSizes, section: TrainedModelSection, timeout_s: floa
         pipeline_model_parallel_size=sizes.pipeline,
         virtual_pipeline_model_parallel_size=section.parallelism.virtual_pipeline_model_parallel_size,
         context_parallel_size=sizes.context,
+        expert_model_parallel_size=section.parallelism.expert_model_parallel_size,
         sequence_parallel=section.parallelism.sequence_parallel,
         timeout_s=timeout_s,
     )
@@ -80,6 +81,7 @@ def _training(section: TrainedModelSection, ticks: int) -> dict[str, Any]:
     return {
         "precision": section.precision,
         "transformer_impl": section.transformer_impl,
+        "moe_aux_loss_coeff": section.moe_aux_loss_coeff,
         "train_micro_batch_size": section.train_micro_batch_size,
         "logprob_batch_size": section.logprob_batch_size,
         "overlap_grad_reduce": section.overlap_grad_reduce,

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 _PREVIEW_STEPS = 10
 _READ_FACTS = "megatron_ppo.warm_start.facts.model_facts"
-_MAP_FOLDER = "megatron_ppo.mcore.hf_config.read_hf_config"
+_CHECK_FOLDER = "megatron_ppo.mcore.hf_preflight.check_model_folder"
 _OPTIMIZER = "megatron_ppo.mcore.settings.OptimizerSettings"
 _SCHEDULER = "megatron_ppo.mcore.settings.SchedulerSettings"
 _OVERLAP = "megatron_ppo.mcore.settings.OverlapSettings"
@@ -84,6 +84,11 @@ def derive(
     if config.critic.model != ModelSource():
         critic_model = findings.attempt(lambda: facts_of(config.critic.model, key="critic.model"))
     findings.lines.extend(_length_problems(config, policy_model, critic_model))
+    for key, section, model in (
+        ("policy", config.policy, policy_model),
+        ("critic", config.critic, critic_model),
+    ):
+        findings.lines.extend(_expert_problems(key, section, model))
     layouts: list[ParallelSizes] = []
     for key, section, model in (
         ("policy", config.policy, policy_model),
@@ -157,7 +162,7 @@ def model_facts(source: ModelSource, *, key: str, may_be_absent: bool = False) -
     Args:
         may_be_absent: take `expected` for a folder that does not exist.
     Raises: ConfigError naming `key` if neither or both of path and recipe are set, or if the folder is
-        missing, cannot be mapped to Megatron or has other sizes than expected.
+        missing, cannot be mapped to Megatron, has torn, missing or misshapen weights or other sizes than expected.
     """
     if (source.path is None) == (source.recipe is None):
         seen = "neither" if source.path is None else "both"
@@ -176,7 +181,7 @@ def model_facts(source: ModelSource, *, key: str, may_be_absent: bool = False) -
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"{key}.path: {str(folder)!r} holds no *.safetensors file")
     try:
-        if resolve(_MAP_FOLDER)(folder).has_value_head and key != "critic.model":
+        if resolve(_CHECK_FOLDER)(folder).has_value_head and key != "critic.model":
             raise ConfigError(
                 f"{str(folder)!r} holds a reward or value model; only critic.model.path may name one"
             )
@@ -337,6 +342,14 @@ def _length_problems(
         yield (
             f"critic.model: got a vocabulary of {critic.vocab_size}; must be >= the policy's "
             f"{policy.vocab_size}"
+        )
+
+
+def _expert_problems(key: str, section: TrainedModelSection, model: ModelFacts | None) -> Iterator[str]:
+    if section.moe_aux_loss_coeff > 0 and model is not None and model.num_experts == 0:
+        yield (
+            f"{key}.moe_aux_loss_coeff: got {section.moe_aux_loss_coeff}; must be 0, {model.architecture} has no "
+            "experts"
         )
 
 

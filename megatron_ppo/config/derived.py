@@ -35,6 +35,10 @@ class ModelFacts(Protocol):
     @property
     def context_length(self) -> int: ...
     @property
+    def num_experts(self) -> int: ...
+    @property
+    def moe_ffn_hidden_size(self) -> int: ...
+    @property
     def tie_word_embeddings(self) -> bool: ...
 
 
@@ -111,5 +115,5 @@ def describe(model: ModelFacts) -> str:
     return (
         f"{model.architecture}, {model.num_layers} layers, hidden {model.hidden_size}, "
         f"{model.num_heads} heads, {model.num_kv_heads} KV heads, vocabulary {model.vocab_size}, context "
-        f"{model.context_length}"
+        f"{model.context_length}" + (f", {model.num_experts} experts" if model.num_experts else "")
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from megatron_ppo.config.derived import ModelFacts, ParallelSizes
 from megatron_ppo.config.model_sections import ParallelismSection
 
@@ -20,8 +22,8 @@ def layout(
         tensor = _largest_tensor_size(section, world_size, model)
     data = section.data_parallel_size or max(1, world_size // (tensor * pipeline * context))
     sizes = ParallelSizes(tensor=tensor, pipeline=pipeline, context=context, data=data)
-    problems = _unsupported(section, key)
-    if not problems and sizes.world_size != world_size:
+    problems = []
+    if sizes.world_size != world_size:
         problems.append(
             f"{key}: tensor {tensor} * pipeline {pipeline} * context {context} * data {data} = "
             f"{sizes.world_size} ranks; must be {world_size}, the world size"
@@ -36,7 +38,13 @@ def layout(
             f"{key}.virtual_pipeline_model_parallel_size: got {virtual}; needs "
             "pipeline_model_parallel_size > 1, got 1: chunks take turns over the stages of a pipeline"
         )
+    problems += _expert_problems(section, key, context * data, model)
     if model is not None:
+        if model.num_experts and tensor > 1 and not section.sequence_parallel:
+            problems.append(
+                f"{key}.sequence_parallel: got False; must be true for a model with experts at "
+                f"tensor_model_parallel_size {tensor}: experts take every tensor rank's tokens as different ones"
+            )
         problems += _misfits(key, tensor, pipeline, model)
         if virtual > 1 and model.num_layers % pipeline == 0 and model.num_layers % (pipeline * virtual):
             problems.append(
@@ -59,7 +67,7 @@ def padding_advice(key: str, sizes: ParallelSizes, model: ModelFacts) -> str | N
 
 
 def _largest_tensor_size(section: ParallelismSection, world_size: int, model: ModelFacts | None) -> int:
-    """The largest size that divides the ranks that are left, the heads, the KV heads and the MLP: without padding."""
+    """The largest size that divides the ranks that are left, the heads, the KV heads and the MLPs: without padding."""
     taken = (
         section.pipeline_model_parallel_size
         * section.context_parallel_size
@@ -68,29 +76,38 @@ def _largest_tensor_size(section: ParallelismSection, world_size: int, model: Mo
     ranks = world_size // taken if world_size % taken == 0 else 1
     if model is None:
         return ranks
-    wanted = (ranks, model.num_heads, model.num_kv_heads, model.ffn_hidden_size)
+    if model.num_experts and not section.sequence_parallel:
+        return 1
+    wanted = (
+        ranks,
+        model.num_heads,
+        model.num_kv_heads,
+        model.ffn_hidden_size,
+        model.moe_ffn_hidden_size,
+    )
     return max(size for size in range(1, ranks + 1) if all(number % size == 0 for number in wanted))
 
 
-def _unsupported(section: ParallelismSection, key: str) -> list[str]:
-    return [
-        f"{key}.{name}: got {value}; must be {allowed}, more is not supported yet"
-        for name, value, allowed, used in (
-            (
-                "expert_model_parallel_size",
-                section.expert_model_parallel_size,
-                "1",
-                section.expert_model_parallel_size != 1,
-            ),
-        )
-        if used
-    ]
+def _expert_problems(
+    section: ParallelismSection, key: str, copies: int, model: ModelFacts | None
+) -> Iterator[str]:
+    experts = section.expert_model_parallel_size
+    if experts == 1:
+        return
+    name = f"{key}.expert_model_parallel_size: got {experts}"
+    if model is not None and model.num_experts == 0:
+        yield f"{name}; must be 1, {model.architecture} has no experts"
+        return
+    if copies % experts:
+        yield f"{name}; must divide the {copies} data-parallel ranks (context-parallel ones included)"
+    if model is not None and model.num_experts % experts:
+        yield f"{name}; must divide the model's {model.num_experts} experts"
 
 
 def _misfits(key: str, tensor: int, pipeline: int, model: ModelFacts) -> list[str]:
     problems = [
         f"{key}.tensor_model_parallel_size: got {tensor}; must divide the model's {name} {count}"
-        for name, count in (("MLP width", model.ffn_hidden_size),)
+        for name, count in (("MLP width", model.ffn_hidden_size), ("expert width", model.moe_ffn_hidden_size))
         if count % tensor
     ]
     if model.num_layers % pipeline:

@@ -21,6 +21,8 @@ class ModelShapeSection(Section):
     vocab_size: int = setting(doc="Rows of the embedding.", unit="tokens", ge=1)
     context_length: int = setting(doc="Longest sequence.", unit="tokens", ge=1)
     tie_word_embeddings: bool = setting(doc="Embedding and output layer share their weights.")
+    num_experts: int = setting(0, "Experts of a layer; 0 is a dense model.", unit="experts", ge=0)
+    moe_ffn_hidden_size: int = setting(0, "Width of an expert; 0 is a dense model.", unit="channels", ge=0)
 
 
 class ModelSource(Section):
@@ -65,7 +67,10 @@ class ParallelismSection(Section):
         ge=1,
     )
     expert_model_parallel_size: int = setting(
-        1, "Ranks that share experts. Only 1 is supported.", unit="ranks", ge=1
+        1,
+        "Ranks that the experts of a mixture are shared out over; divides data * context and the number of experts.",
+        unit="ranks",
+        ge=1,
     )
     sequence_parallel: bool = setting(
         False, "Split activations over the tensor ranks; needs tensor size > 1."
@@ -132,6 +137,12 @@ class TrainedModelSection(BuiltSection):
     )
     optimizer: OptimizerSection = setting(doc="AdamW.", default_factory=OptimizerSection)
     scheduler: SchedulerSection = setting(doc="Learning-rate schedule.", default_factory=SchedulerSection)
+    moe_aux_loss_coeff: float = setting(
+        0.0,
+        "Weight of the load-balancing loss of a mixture of experts. 0 is off, also where config.json has a "
+        "router_aux_loss_coef: that one is for pre-training.",
+        ge=0.0,
+    )
     precision: Literal["fp32", "bf16"] = setting("fp32", "Number format of weights and activations.")
     transformer_impl: Literal["auto", "local", "transformer_engine"] = setting(
         "auto",

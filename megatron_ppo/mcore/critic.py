@@ -65,6 +65,7 @@ class MegatronCritic:
         overlap_param_gather: bool = False,
         ddp_bucket_size: int | None = None,
         recompute: RecomputeSettings | None = None,
+        moe_aux_loss_coeff: float = 0.0,
         value_loss: ValueLossSettings | None = None,
         seed: int = 42,
     ) -> None:
@@ -90,6 +91,7 @@ class MegatronCritic:
                 ddp_bucket_size=ddp_bucket_size,
             ),
             recompute=RecomputeSettings() if recompute is None else recompute,
+            moe_aux_loss_coeff=moe_aux_loss_coeff,
         )
         self.trained: TrainedModel = TrainedModel(settings)
         self._loss = ValueLossSettings() if value_loss is None else value_loss

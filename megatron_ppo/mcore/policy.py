@@ -60,6 +60,7 @@ class MegatronPolicy:
         temperature: of sampling, > 0; log-probs and entropy are those of softmax(logits / temperature).
         overlap_grad_reduce, overlap_param_gather, ddp_bucket_size: see `OverlapSettings`.
         recompute: activations that the backward pass computes again; None = none.
+        moe_aux_loss_coeff: of the load-balancing loss of a mixture of experts; 0 = off.
         reference: keep a second, frozen copy of the initial weights for `reference_logprobs`.
         seed: of Megatron's generators.
     Raises: ConfigError for a model that cannot be mapped or cut, or a bad setting.
@@ -83,6 +84,7 @@ class MegatronPolicy:
         overlap_param_gather: bool = False,
         ddp_bucket_size: int | None = None,
         recompute: RecomputeSettings | None = None,
+        moe_aux_loss_coeff: float = 0.0,
         temperature: float = 1.0,
         loss: PolicyLossSettings | None = None,
         reference: bool = False,
@@ -112,6 +114,7 @@ class MegatronPolicy:
                 ddp_bucket_size=ddp_bucket_size,
             ),
             recompute=RecomputeSettings() if recompute is None else recompute,
+            moe_aux_loss_coeff=moe_aux_loss_coeff,
         )
         self.trained: TrainedModel = TrainedModel(settings)
         self._temperature = temperature

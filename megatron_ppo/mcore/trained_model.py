@@ -79,6 +79,7 @@ class ModelSettings:
     overlap: OverlapSettings
     recompute: RecomputeSettings
     transformer_impl: TransformerImpl
+    moe_aux_loss_coeff: float
 
     def __post_init__(self) -> None:
         if self.precision not in _DTYPES:
@@ -121,7 +122,12 @@ class TrainedModel:
             settings.seed, tp_rank=self.parallel.tp_rank, ep_rank=0, etp_rank=0, force_reset_rng=True
         )
         self.config = model.transformer_config(
-            self.model, self.parallel, self.kernels, dtype=self.dtype, recompute=settings.recompute
+            self.model,
+            self.parallel,
+            self.kernels,
+            dtype=self.dtype,
+            recompute=settings.recompute,
+            moe_aux_loss_coeff=settings.moe_aux_loss_coeff,
         )
         self.chunks = self._build()
         self.modules = optimizer.wrap_data_parallel(

@@ -12,7 +12,7 @@ from megatron_ppo.warm_start.recipe import Recipe, WarmStartRecipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """Attributes: names as in the recipe; `context_length` in tokens."""
+    """Attributes: names as in the recipe; `context_length` in tokens. 0 experts is a dense model."""
 
     architecture: str
     hidden_size: int
@@ -24,6 +24,8 @@ class ModelFacts:
     vocab_size: int
     context_length: int
     tie_word_embeddings: bool
+    num_experts: int = 0
+    moe_ffn_hidden_size: int = 0
 
 
 SMOLLM2_135M = ModelFacts(
@@ -83,6 +85,8 @@ def _folder_facts(folder: Path) -> ModelFacts:
             vocab_size=int(config["vocab_size"]),
             context_length=int(config["max_position_embeddings"]),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            num_experts=int(config.get("num_experts") or config.get("num_local_experts") or 0),
+            moe_ffn_hidden_size=int(config.get("moe_intermediate_size") or 0),
         )
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as a decoder model: {error!r}") from error

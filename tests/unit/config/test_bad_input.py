@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from megatron_ppo.config.checks import derive
 from megatron_ppo.config.compose import compose_values, load
 from megatron_ppo.protocol.errors import ConfigError
 from megatron_ppo.telemetry.run_dir import open_run
+from tests.unit.hf_folder import write_model_folder
 
 QWEN2: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -187,7 +187,7 @@ BAD_LAYOUTS: list[tuple[dict[str, Any], int, list[str]]] = [
     (
         {"critic.parallelism.expert_model_parallel_size": 2},
         2,
-        ["expert_model_parallel_size", "got 2", "not supported yet"],
+        ["expert_model_parallel_size", "got 2", "has no experts"],
     ),
     (
         {"policy.parallelism.virtual_pipeline_model_parallel_size": 2},
@@ -314,9 +314,7 @@ def test_every_mandatory_key_is_named_when_none_is_set() -> None:
 
 
 def _folder(path: Path, **changes: Any) -> Path:
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps({**QWEN2, **changes}))
-    (path / "model.safetensors").write_bytes(b"")
+    write_model_folder(path, {**QWEN2, **changes})
     return path
 
 
@@ -387,6 +385,59 @@ def test_expected_sizes_of_a_recipe_are_refused() -> None:
     assert "policy.model.expected: may be set with policy.model.path only" in refusal(
         {"policy.model.expected": EXPECTED}
     )
+
+
+def test_a_torn_weight_file_is_named_before_anything_starts(tmp_path: Path) -> None:
+    folder = _folder(tmp_path / "m")
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    message = refusal(_use(folder))
+    assert [
+        part for part in ("policy.model.path", str(file), "truncated: tensor") if part not in message
+    ] == []
+
+
+MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 36,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "fragments"),
+    [
+        ({"expert_model_parallel_size": 2}, 1, ["expert_model_parallel_size: got 2", "1 data-parallel"]),
+        ({"expert_model_parallel_size": 4}, 4, ["expert_model_parallel_size: got 4", "6 experts"]),
+        ({"tensor_model_parallel_size": 2}, 2, ["sequence_parallel: got False", "experts"]),
+    ],
+)
+def test_a_layout_that_experts_cannot_have_is_refused(
+    tmp_path: Path, changes: dict[str, Any], ranks: int, fragments: list[str]
+) -> None:
+    settings = {f"policy.parallelism.{key}": value for key, value in changes.items()}
+    if "tensor_model_parallel_size" not in changes:
+        settings["policy.parallelism.tensor_model_parallel_size"] = 1
+    message = refusal({**_use(_folder(tmp_path / "m", **MOE)), **settings}, ranks)
+    assert [fragment for fragment in fragments if fragment not in message] == []
+
+
+def test_expert_settings_without_experts_are_refused(tmp_path: Path) -> None:
+    settings = {"policy.parallelism.expert_model_parallel_size": 2, "policy.moe_aux_loss_coeff": 0.1}
+    message = refusal({**_use(_folder(tmp_path / "m")), **settings}, 2)
+    assert "policy.parallelism.expert_model_parallel_size: got 2; must be 1" in message
+    assert "policy.moe_aux_loss_coeff: got 0.1; must be 0" in message
+
+
+def test_experts_are_shared_out_where_they_fit(tmp_path: Path) -> None:
+    settings = {
+        "policy.parallelism.expert_model_parallel_size": 2,
+        "policy.parallelism.tensor_model_parallel_size": 1,
+        "critic.parallelism.tensor_model_parallel_size": 1,
+    }
+    derived = derive(changed({**_use(_folder(tmp_path / "m", **MOE)), **settings}), 2)
+    assert str(derived.policy) == "tp=1 pp=1 cp=1 dp=2"
 
 
 def test_critic_with_a_smaller_vocabulary_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,89 @@
+"""A model's weights out of a run's checkpoint, without optimizer or gradients, in any layout.
+
+Driven by `app.export`. Imports `megatron.core`, so `platform.install()` must have run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from torch import Tensor
+
+from megatron_ppo.mcore import platform
+from megatron_ppo.mcore.hf_config import HFModelConfig
+from megatron_ppo.mcore.model import build_model, transformer_config
+from megatron_ppo.mcore.parallel import ParallelContext
+from megatron_ppo.mcore.settings import RecomputeSettings
+from megatron_ppo.mcore.weights import WeightMap, export_hf_weights, hf_weight_metadata
+from megatron_ppo.protocol.errors import CheckpointError
+from megatron_ppo.protocol.weights import TensorMeta
+
+
+class BareModel:
+    """This rank's part of one model of a checkpoint.
+
+    Args:
+        name: `policy` or `critic`.   checkpoint: folder with the models of a run's checkpoint.
+        model: what the initial folder's config.json says.   dtype: of the saved parameters.
+    Raises: CheckpointError if the folder is no complete checkpoint, or one of another model.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        checkpoint: Path,
+        model: HFModelConfig,
+        parallel: ParallelContext,
+        dtype: torch.dtype,
+    ) -> None:
+        model.check_parallelism(
+            tensor_model_parallel_size=parallel.tp_size,
+            pipeline_model_parallel_size=parallel.pp_size,
+            expert_model_parallel_size=parallel.ep_size,
+            sequence_parallel=parallel.sequence_parallel,
+        )
+        self._dtype, value_head = dtype, name == "critic"
+        self._map = WeightMap(model=model, parallel=parallel, value_head=value_head)
+        kernels = platform.kernels("auto", "fp32" if dtype == torch.float32 else "bf16")
+        config = transformer_config(model, parallel, kernels, dtype=dtype, recompute=RecomputeSettings())
+        self._chunks = build_model(model, config, parallel, kernels, value_head=value_head)
+        if dtype != torch.float32:
+            for chunk in self._chunks:
+                chunk.to(dtype)
+        self._load(name, checkpoint)
+
+    def metadata(self) -> tuple[TensorMeta, ...]:
+        """Names and shapes in the order of `tensors`."""
+        return hf_weight_metadata(self._map.model, self._dtype, value_head=self._map.value_head)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Full Hugging Face tensors, one at a time; collective over all ranks."""
+        return export_hf_weights(self._chunks, self._map)
+
+    def _load(self, name: str, checkpoint: Path) -> None:
+        metadata = {"dp_cp_group": self._map.parallel.data_context}
+        # Keys as `mcore.checkpoint` gives them: the model's name before Megatron's own.
+        template: dict[str, Any] = {
+            f"chunk{index}": chunk.sharded_state_dict(metadata=metadata)
+            for index, chunk in enumerate(self._chunks)
+        }
+        add_prefix_for_sharding(template, f"{name}.")
+        try:
+            about = dist_checkpointing.load_common_state_dict(str(checkpoint))["about"]
+            saved = about["models"].get(name, "absent")
+            if not saved.endswith(f" of {self._map.model}"):
+                raise CheckpointError(
+                    f"{checkpoint}: {name} was {saved} when it was saved, its folder has {self._map.model}"
+                )
+            loaded = dist_checkpointing.load(template, str(checkpoint))
+        except (CheckpointingException, KeyError, OSError) as error:
+            raise CheckpointError(f"{checkpoint} is not a complete checkpoint of models: {error}") from error
+        for index, chunk in enumerate(self._chunks):
+            chunk.load_state_dict(loaded[f"chunk{index}"])
