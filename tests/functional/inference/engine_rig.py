@@ -178,6 +178,15 @@ class EngineRig:
 def running_rig(folder: Path, *, tied: bool, tensor_parallel_size: int = 1) -> Iterator[EngineRig]:
     """A rig with two models of the same shape."""
     models = [tiny_model(seed, tied=tied) for seed in (1, 2)]
+    with running_rig_of(models, folder, tensor_parallel_size=tensor_parallel_size) as rig:
+        yield rig
+
+
+@contextmanager
+def running_rig_of(
+    models: Sequence[Any], folder: Path, *, tensor_parallel_size: int = 1
+) -> Iterator[EngineRig]:
+    """A rig with the given transformers models; the first is written into `folder` and served as version 0."""
     models[0].save_pretrained(folder)
     loop = LoopThread()
     engine = VllmEngine(

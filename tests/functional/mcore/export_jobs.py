@@ -1,0 +1,100 @@
+"""Jobs that leave a run directory with a checkpoint, export from it, and read what was exported with transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from megatron_ppo.app.export import ExportLayout, export, export_request
+from megatron_ppo.config.compose import compose_values
+from megatron_ppo.mcore.checkpoint import save_models
+from megatron_ppo.mcore.parallel import ParallelContext, distributed_runtime
+from megatron_ppo.protocol.errors import MegatronPPOError
+from tests.functional.mcore import jobs
+
+
+def leave_run(*, folder: str, run: str, layout: jobs.Layout) -> dict[str, Any]:
+    """Train policy and critic once, save them as step 1 of a run; returns weights, log-probs and values."""
+    path = Path(run)
+    with distributed_runtime(timeout_s=60.0) as runtime:
+        groups = [ParallelContext.create(**layout, timeout_s=60.0) for _ in range(2)]  # type: ignore[arg-type]
+        policy = jobs.build("policy", folder, groups[0])
+        critic = jobs.build("critic", folder, groups[1])
+        batch = jobs.random_batch()
+        policy.update([batch])
+        critic.update([batch])
+        if runtime.rank == 0:
+            (path / "checkpoints" / "step_1").mkdir(parents=True)
+            _write_run_files(path, folder)
+        torch.distributed.barrier()
+        save_models(path / "checkpoints" / "step_1" / "models", {"policy": policy, "critic": critic})
+        return {
+            "policy": jobs.full_parameters(policy),
+            "critic": jobs.full_parameters(critic),
+            "logprobs": jobs.scored(policy, batch),
+            "values": jobs.scored(critic, batch),
+        }
+
+
+def _write_run_files(run: Path, folder: str) -> None:
+    values = compose_values(["+experiment=cpu_smoke"])
+    values["policy"]["model"] = {"path": folder, "recipe": None}
+    (run / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(values))))
+    manifest = {
+        "run_id": "x",
+        "name": "x",
+        "config_digest": "x",
+        "state": "running",
+        "created_unix_s": 0.0,
+        "updated_unix_s": 0.0,
+    }
+    (run / "run.json").write_text(json.dumps(manifest))
+
+
+def export_model(
+    *, source: str, output: str, name: str, max_file_bytes: int = 10**9, **layout: int
+) -> list[str]:
+    """Export; the names of the files."""
+    request = export_request(
+        Path(source), Path(output), step=None, name=name, base=None, max_file_bytes=max_file_bytes
+    )
+    export(request, ExportLayout(**layout))
+    return sorted(path.name for path in Path(output).iterdir()) if Path(output).is_dir() else []
+
+
+def exported_scores(*, folder: str, name: str) -> dict[str, Any]:
+    """Log-probs or values of transformers' model of an exported folder, and the folder's tensors."""
+    import transformers
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Tensor] = {}
+    for path in Path(folder).glob("*.safetensors"):
+        tensors |= load_file(path)
+    batch = jobs.random_batch()
+    kind = "AutoModelForCausalLM" if name == "policy" else "AutoModelForTokenClassification"
+    model, info = getattr(transformers, kind).from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    with torch.no_grad():
+        output = model(batch.token_ids_BT).logits[:, :-1]
+    if name == "policy":
+        scores = output.log_softmax(-1).gather(-1, batch.token_ids_BT[:, 1:, None])[..., 0]
+    else:
+        scores = output[..., 0]
+    missing = sorted(map(str, info["missing_keys"]))
+    mask = batch.response_mask_BT[:, 1:]
+    return {"scores": torch.where(mask, scores, 0.0), "tensors": tensors, "missing": missing}
+
+
+def export_error(*, source: str, output: str) -> str:
+    """The message of the ConfigError or CheckpointError of an export."""
+    try:
+        export_model(source=source, output=output, name="policy")
+    except MegatronPPOError as error:
+        return str(error)
+    return "no error"
