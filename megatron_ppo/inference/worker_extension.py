@@ -91,6 +91,8 @@ class BroadcastWeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def start_weight_update(self) -> None:
         """Make every layer ready to load, also after a transfer that broke half-way."""
         _forget_partial_reload(self.model)
+        if self.device.type == "cpu":
+            _pack_experts_again(self.model)
         initialize_layerwise_reload(self.model)
         self._loaded = set()
 
@@ -170,6 +172,16 @@ def _repack_tied_head(model: nn.Module) -> None:
         return
     if head.weight is embedding.weight:
         head.quant_method.process_weights_after_loading(head)
+
+
+def _pack_experts_again(model: nn.Module) -> None:
+    # On CPU experts compute from packed weights. vLLM packs them only where it builds the layer's kernel, so a reload
+    # would leave plain weights where packed ones are read: wrong tokens, no error (vllm 0.32). Without a kernel it
+    # builds one, and packs.
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _register_backend() -> None:

@@ -10,18 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch import Tensor
 
-from megatron_ppo.mcore import platform
+from megatron_ppo.mcore import checkpoint_reader, platform
 from megatron_ppo.mcore.hf_config import HFModelConfig
 from megatron_ppo.mcore.model import build_model, transformer_config
 from megatron_ppo.mcore.parallel import ParallelContext
 from megatron_ppo.mcore.settings import RecomputeSettings
 from megatron_ppo.mcore.weights import WeightMap, export_hf_weights, hf_weight_metadata
-from megatron_ppo.protocol.errors import CheckpointError
 from megatron_ppo.protocol.weights import TensorMeta
 
 
@@ -75,15 +72,8 @@ class BareModel:
             for index, chunk in enumerate(self._chunks)
         }
         add_prefix_for_sharding(template, f"{name}.")
-        try:
-            about = dist_checkpointing.load_common_state_dict(str(checkpoint))["about"]
-            saved = about["models"].get(name, "absent")
-            if not saved.endswith(f" of {self._map.model}"):
-                raise CheckpointError(
-                    f"{checkpoint}: {name} was {saved} when it was saved, its folder has {self._map.model}"
-                )
-            loaded = dist_checkpointing.load(template, str(checkpoint))
-        except (CheckpointingException, KeyError, OSError) as error:
-            raise CheckpointError(f"{checkpoint} is not a complete checkpoint of models: {error}") from error
+        kind = "MegatronCritic" if self._map.value_head else "MegatronPolicy"
+        checkpoint_reader.read_about(checkpoint, {name: f"{kind} of {self._map.model}"})
+        loaded = checkpoint_reader.load(template, checkpoint)
         for index, chunk in enumerate(self._chunks):
             chunk.load_state_dict(loaded[f"chunk{index}"])

@@ -18,7 +18,7 @@ import os
 import queue
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import torch
@@ -73,6 +73,7 @@ def install() -> None:
     else:
         _import_megatron()
     _patch_recomputation()
+    _patch_tied_checkpoint()
     _state["installed"] = True
 
 
@@ -263,6 +264,27 @@ def _patch_recomputation() -> None:
         original(self, fp8=fp8 or None)
 
     random.CheckpointWithoutOutput.__init__ = without_fp8
+
+
+def _patch_tied_checkpoint() -> None:
+    """Let a pipeline with tied embeddings be saved and loaded without global groups.
+
+    In 0.16.x and 0.19.x alike the last stage's copy of the embedding asks `parallel_state` for the data-parallel rank,
+    although the group is in the metadata at hand.
+    """
+    module: Any = import_module("megatron.core.models.common.language_module.language_module")
+    original = module.LanguageModule.tie_embeddings_and_output_weights_state_dict
+
+    def tied(self: Any, state: Any, output_key: str, embedding_key: str, metadata: Any) -> None:
+        real = module.parallel_state
+        rank = metadata["dp_cp_group"].rank()
+        module.parallel_state = SimpleNamespace(get_data_parallel_rank=lambda with_context_parallel: rank)
+        try:
+            original(self, state, output_key, embedding_key, metadata)
+        finally:
+            module.parallel_state = real
+
+    module.LanguageModule.tie_embeddings_and_output_weights_state_dict = tied
 
 
 def _patch_expert_dispatcher() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,6 +98,17 @@ def make_model(*, folder: str, kind: str, max_shard_size: str = "5GB") -> None:
             else:
                 parameter.mul_(4.0)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
+
+
+def with_stored_head(*, folder: str, copy: str) -> None:
+    """A copy of a tied model's folder that stores other numbers as lm_head, which nobody may read."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, copy, dirs_exist_ok=True)
+    path = Path(copy) / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = torch.ones_like(tensors["model.embed_tokens.weight"])
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def random_batch(*, rows: int = 8, width: int = 14, seed: int = 1, vocab: int = 61) -> TrainBatch:
@@ -542,3 +554,32 @@ def rank_and_size() -> tuple[int, int, int]:
         total = torch.tensor(runtime.rank)
         dist.all_reduce(total)
         return runtime.rank, runtime.world_size, int(total)
+
+
+def balancing_gradients(*, folder: str, coefficient: float) -> dict[str, dict[str, Tensor]]:
+    """What the load-balancing loss adds to the gradients, and the same by transformers' formula and autograd.
+
+    One microbatch of the whole minibatch, so that both see the same tokens.
+    """
+    import transformers
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+    with_loss, without = (
+        train(
+            kind="policy", folder=folder, layout={}, steps=1, train_micro_batch_size=8, moe_aux_loss_coeff=x
+        )["gradients"]
+        for x in (coefficient, 0.0)
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    logits = model(random_batch(seed=0).token_ids_BT, output_router_logits=True).router_logits
+    experts, chosen = model.config.num_local_experts, model.config.num_experts_per_tok
+    # Theirs counts a token once per expert that it is sent to and averages over layers' tokens; Megatron's divides by
+    # that number and sums over layers.
+    loss = sum(load_balancing_loss_func((layer,), experts, chosen) for layer in logits) / chosen
+    (coefficient * loss).backward()
+    names = [name for name in with_loss if name.endswith("mlp.gate.weight")]
+    parameters = dict(model.named_parameters())
+    return {
+        "added": {name: with_loss[name] - without[name] for name in with_loss},
+        "expected": {name: parameters[name].grad for name in names},
+    }

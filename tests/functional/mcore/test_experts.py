@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.functional.mcore.test_layouts import assert_trains_like_one_process
+from tests.functional.mcore.test_layouts import OVERLAP, PACKED, Row, assert_same_training
 from tests.functional.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.megatron
@@ -16,15 +17,23 @@ pytestmark = pytest.mark.megatron
 JOBS = "tests.functional.mcore.jobs:"
 Layout = dict[str, int | bool]
 EP2: Layout = {"expert_model_parallel_size": 2}
+PP2: Layout = {"pipeline_model_parallel_size": 2}
 TP2_SP: Layout = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-# World size and layout; the data-parallel size is what is left.
-LAYOUTS: dict[str, tuple[int, Layout]] = {
-    "ep2": (2, EP2),
-    "dp2": (2, {}),
-    "tp2_sp": (2, TP2_SP),
-    "pp2": (2, {"pipeline_model_parallel_size": 2}),
-    "dp2_ep2": (4, EP2),
-    "tp2_sp_ep2": (4, {**TP2_SP, **EP2}),
+MOE, MIXED = "qwen3_moe", "qwen3_moe_mixed"
+TABLE: dict[str, Row] = {
+    "ep2": Row(layout=EP2, model=MOE),
+    "dp2": Row(model=MOE),
+    "tp2_sp": Row(layout=TP2_SP, model=MOE),
+    "pp2": Row(layout=PP2, model=MOE),
+    "cp2_ep2": Row(layout={"context_parallel_size": 2, **EP2}, model=MOE),
+    "ep2_overlap": Row(layout=EP2, model=MOE, changes=OVERLAP),
+    "ep2_packed": Row(layout=EP2, model=MOE, changes=PACKED),
+    "ep2_microbatches_of_one": Row(layout=EP2, model=MOE, changes={"train_micro_batch_size": 1}),
+    "dp2_ep2": Row(layout=EP2, world_size=4, model=MOE),
+    "tp2_sp_ep2": Row(layout={**TP2_SP, **EP2}, world_size=4, model=MOE),
+    "pp2_ep2": Row(layout={**PP2, **EP2}, world_size=4, model=MOE),
+    "mixed_ep2": Row(layout=EP2, model=MIXED),
+    "mixed_pp2": Row(layout=PP2, model=MIXED),
 }
 
 
@@ -45,27 +54,26 @@ def one_process(
 
 
 @pytest.mark.parametrize(
-    ("layout", "kind", "model"),
-    [
-        *((layout, "policy", "qwen3_moe") for layout in LAYOUTS),
-        ("ep2", "critic", "qwen3_moe"),
-        ("tp2_sp_ep2", "critic", "qwen3_moe"),
-        ("ep2", "policy", "qwen3_moe_mixed"),
-        ("pp2", "policy", "qwen3_moe_mixed"),
-    ],
+    ("name", "kind"),
+    [*((name, "policy") for name in TABLE), ("ep2", "critic"), ("tp2_sp_ep2", "critic")],
 )
 def test_experts_train_like_in_one_process(
     workers: WorkerGroup,
     tiny_model: Callable[[str], Path],
     one_process: Callable[[str, str], dict[str, Any]],
-    layout: str,
+    name: str,
     kind: str,
-    model: str,
 ) -> None:
     # Gradients are compared too: those of experts are summed over groups of their own, and Adam hides a wrong scale.
-    world_size, sizes = LAYOUTS[layout]
-    expected = one_process(kind, model)
-    assert_trains_like_one_process(workers, tiny_model(model), expected, kind, world_size, layout=sizes)
+    row = TABLE[name]
+    arguments = {"kind": kind, "folder": str(tiny_model(row.model)), "layout": row.layout, **row.changes}
+    ranks = workers.run(JOBS + "train", world_size=row.world_size, **arguments)
+    for rank in ranks:
+        assert_same_training(
+            rank, one_process(kind, row.model), "train" if kind == "policy" else "train/critic"
+        )
+        assert rank["metrics"] == ranks[0]["metrics"]
+        assert rank["hash"] == ranks[0]["hash"]
 
 
 def test_every_expert_and_every_router_is_trained(
@@ -79,17 +87,19 @@ def test_every_expert_and_every_router_is_trained(
     assert still == []
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_the_microbatch_size_changes_nothing_for_experts(
-    workers: WorkerGroup,
-    tiny_model: Callable[[str], Path],
-    one_process: Callable[[str, str], dict[str, Any]],
-    size: int,
+def test_the_load_balancing_loss_adds_its_own_gradient_and_nothing_else(
+    workers: WorkerGroup, tiny_model: Callable[[str], Path]
 ) -> None:
-    expected = one_process("policy", "qwen3_moe")
-    assert_trains_like_one_process(
-        workers, tiny_model("qwen3_moe"), expected, "policy", 2, layout=EP2, train_micro_batch_size=size
-    )
+    found = workers.run_alone(JOBS + "balancing_gradients", folder=str(tiny_model(MOE)), coefficient=0.5)
+    assert len(found["expected"]) == 2
+    for name, expected in found["expected"].items():
+        assert expected.abs().max() > 1e-3
+        # Differences of float32 gradients of order 0.1.
+        torch.testing.assert_close(found["added"][name], expected, rtol=1e-4, atol=1e-6)
+    # Nothing flows from a router into its own layer's experts.
+    last = [tensor for name, tensor in found["added"].items() if "layers.1.mlp.experts" in name]
+    assert last
+    assert all(tensor.abs().max() < 1e-6 for tensor in last)
 
 
 @pytest.mark.parametrize(

