@@ -28,6 +28,7 @@ from megatron_ppo.mcore.parallel import ParallelContext
 from megatron_ppo.protocol.errors import ConfigError
 from megatron_ppo.protocol.weights import TensorMeta
 
+_HEAD = "lm_head.weight"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 
@@ -92,7 +93,15 @@ class WeightMap:
         logits.
         """
         share = self._share(self.model.padded_vocab_size(self.parallel.tp_size))
-        real = source.read(name, rows=slice(share.start, min(share.stop, self.model.vocab_size)))
+        rows = slice(share.start, min(share.stop, self.model.vocab_size))
+        real = source.read(name, rows=rows)
+        if self.model.tied and not self.value_head and _HEAD in source:
+            # transformers then unties them, against config.json; the model would be another one than its file says.
+            if not torch.equal(source.read(_HEAD, rows=rows), real):
+                raise ConfigError(
+                    f"model folder {source.folder}: config.json says tie_word_embeddings, but {_HEAD} and {name} "
+                    "have different values"
+                )
         missing = share.stop - share.start - real.shape[0]
         return torch.nn.functional.pad(real, (0, 0, 0, missing))
 

@@ -100,14 +100,14 @@ def make_model(*, folder: str, kind: str, max_shard_size: str = "5GB") -> None:
     model.save_pretrained(folder, max_shard_size=max_shard_size)
 
 
-def with_stored_head(*, folder: str, copy: str) -> None:
-    """A copy of a tied model's folder that stores other numbers as lm_head, which nobody may read."""
+def with_stored_head(*, folder: str, copy: str, same: bool) -> None:
+    """A copy of a tied model's folder that stores lm_head too, with the embedding's numbers or others."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(folder, copy, dirs_exist_ok=True)
     path = Path(copy) / "model.safetensors"
     tensors = load_file(path)
-    tensors["lm_head.weight"] = torch.ones_like(tensors["model.embed_tokens.weight"])
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone() + (0.0 if same else 1.0)
     save_file(tensors, path, metadata={"format": "pt"})
 
 
