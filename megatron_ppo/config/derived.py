@@ -44,12 +44,13 @@ class ModelFacts(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSizes:
-    """Ranks along each axis; their product is the world size."""
+    """Ranks along each axis; their product is the world size. `expert` is a part of data * context."""
 
     tensor: int
     pipeline: int
     context: int
     data: int
+    expert: int = 1
 
     @property
     def world_size(self) -> int:
@@ -57,7 +58,8 @@ class ParallelSizes:
         return self.tensor * self.pipeline * self.context * self.data
 
     def __str__(self) -> str:
-        return f"tp={self.tensor} pp={self.pipeline} cp={self.context} dp={self.data}"
+        experts = f" ep={self.expert}" if self.expert > 1 else ""
+        return f"tp={self.tensor} pp={self.pipeline} cp={self.context} dp={self.data}{experts}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,8 @@ def layout(
     if tensor is None:
         tensor = _largest_tensor_size(section, world_size, model)
     data = section.data_parallel_size or max(1, world_size // (tensor * pipeline * context))
-    sizes = ParallelSizes(tensor=tensor, pipeline=pipeline, context=context, data=data)
+    experts = section.expert_model_parallel_size
+    sizes = ParallelSizes(tensor=tensor, pipeline=pipeline, context=context, data=data, expert=experts)
     problems = []
     if sizes.world_size != world_size:
         problems.append(

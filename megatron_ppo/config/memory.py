@@ -24,7 +24,7 @@ _WITH_QKV_BIAS, _WITH_QK_NORM = ("Qwen2",), ("Qwen3",)
 
 
 def num_parameters(model: ModelFacts, *, value_head: bool = False) -> int:
-    """Parameters of a dense model as its folder has them: tied embeddings count once.
+    """Parameters of a model as its folder has them: tied embeddings count once.
 
     Args:
         value_head: with the critic's scalar head (and its bias) instead of a language-model head.
@@ -39,12 +39,16 @@ def num_parameters(model: ModelFacts, *, value_head: bool = False) -> int:
 
 
 def _layer(model: ModelFacts, heads: int, kv_heads: int) -> tuple[int, int, int]:
-    """Parameters of attention, MLP and norms of one layer with so many heads."""
+    """Parameters of attention, MLP or experts, and what is not cut, of one layer with so many heads."""
     hidden, width = model.hidden_size, model.head_dim
     qkv_rows = (heads + 2 * kv_heads) * width
     bias = qkv_rows if model.architecture.startswith(_WITH_QKV_BIAS) else 0
     qk_norms = 2 * width if model.architecture.startswith(_WITH_QK_NORM) else 0
     attention = qkv_rows * hidden + bias + heads * width * hidden
+    if model.num_experts:
+        # As if every layer had experts; the router is whole on every rank, like the norms.
+        mlp = model.num_experts * 3 * hidden * model.moe_ffn_hidden_size
+        return attention, mlp, 2 * hidden + qk_norms + model.num_experts * hidden
     return attention, 3 * hidden * model.ffn_hidden_size, 2 * hidden + qk_norms
 
 
@@ -53,6 +57,7 @@ def rank_parameters(model: ModelFacts, sizes: ParallelSizes, *, value_head: bool
     tensor, pipeline = sizes.tensor, sizes.pipeline
     kv_heads = _rounded_up(model.num_kv_heads, tensor)
     attention, mlp, norms = _layer(model, model.num_heads // model.num_kv_heads * kv_heads, kv_heads)
+    mlp //= sizes.expert
     layers = model.num_layers // pipeline * ((attention + mlp) // tensor + norms)
     embedding = _rounded_up(model.vocab_size, tensor) // tensor * model.hidden_size
     last = model.hidden_size

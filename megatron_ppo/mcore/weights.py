@@ -95,13 +95,13 @@ class WeightMap:
         share = self._share(self.model.padded_vocab_size(self.parallel.tp_size))
         rows = slice(share.start, min(share.stop, self.model.vocab_size))
         real = source.read(name, rows=rows)
-        if self.model.tied and not self.value_head and _HEAD in source:
-            # transformers then unties them, against config.json; the model would be another one than its file says.
-            if not torch.equal(source.read(_HEAD, rows=rows), real):
-                raise ConfigError(
-                    f"model folder {source.folder}: config.json says tie_word_embeddings, but {_HEAD} and {name} "
-                    "have different values"
-                )
+        stored_twice = self.model.tied and not self.value_head and _HEAD in source
+        # transformers unties heads of other values, against config.json: the model would not be what its file says.
+        if stored_twice and not torch.equal(source.read(_HEAD, rows=rows), real):
+            raise ConfigError(
+                f"model folder {source.folder}: config.json says tie_word_embeddings, but {_HEAD} and {name} "
+                "have different values"
+            )
         missing = share.stop - share.start - real.shape[0]
         return torch.nn.functional.pad(real, (0, 0, 0, missing))
 

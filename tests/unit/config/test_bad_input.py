@@ -437,7 +437,7 @@ def test_experts_are_shared_out_where_they_fit(tmp_path: Path) -> None:
         "critic.parallelism.tensor_model_parallel_size": 1,
     }
     derived = derive(changed({**_use(_folder(tmp_path / "m", **MOE)), **settings}), 2)
-    assert str(derived.policy) == "tp=1 pp=1 cp=1 dp=2"
+    assert str(derived.policy) == "tp=1 pp=1 cp=1 dp=2 ep=2"
 
 
 def test_critic_with_a_smaller_vocabulary_is_refused(tmp_path: Path) -> None:
