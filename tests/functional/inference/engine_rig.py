@@ -186,8 +186,9 @@ def running_rig(folder: Path, *, tied: bool, tensor_parallel_size: int = 1) -> I
 def running_rig_of(
     models: Sequence[Any], folder: Path, *, tensor_parallel_size: int = 1
 ) -> Iterator[EngineRig]:
-    """A rig with the given transformers models; the first is written into `folder` and served as version 0."""
-    models[0].save_pretrained(folder)
+    """A rig with the given transformers models; `folder` holds the first, or is filled with it, as version 0."""
+    if not (folder / "config.json").exists():
+        models[0].save_pretrained(folder)
     loop = LoopThread()
     engine = VllmEngine(
         model=str(folder),

@@ -1,4 +1,4 @@
-"""vLLM serves a mixture of experts, and takes its weights tensor by tensor, one per expert and matrix."""
+"""vLLM serves an exported mixture of experts, and takes its weights tensor by tensor, one per expert and matrix."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron_ppo.mcore.hf_export import appearing_folder, write_companions, write_weights
 from megatron_ppo.protocol.weights import TensorMeta
 from megatron_ppo.transport.buckets import tensor_meta
 from tests.functional.inference.hf_oracle import MAX_MODEL_LEN, TOLERANCE_NATS, VOCABULARY, worst_difference
@@ -60,6 +61,15 @@ class FileSource:
         yield from self._tensors.values()
 
 
+def exported(folder: Path, output: Path) -> None:
+    """What `scripts/export_hf.py` writes for these weights, in several files."""
+    source = FileSource(folder)
+    with appearing_folder(output) as written:
+        write_companions(written, folder, value_head=False, dtype=torch.float32)
+        write_weights(written, source.weight_metadata(), source.full_weights(), max_file_bytes=200_000)
+    assert len(list(output.glob("*.safetensors"))) > 1
+
+
 def test_a_mixture_samples_like_transformers_before_and_after_a_refit(
     engine_process_environment: None, tmp_path: Path
 ) -> None:
@@ -67,8 +77,10 @@ def test_a_mixture_samples_like_transformers_before_and_after_a_refit(
 
     torch.set_num_threads(1)
     models = [tiny_mixture(1), tiny_mixture(2)]
-    models[1].save_pretrained(tmp_path / "second")
-    with running_rig_of(models, tmp_path / "first") as rig:
+    for name, model in zip(("first", "second"), models, strict=True):
+        model.save_pretrained(tmp_path / name)
+    exported(tmp_path / "first", tmp_path / "exported")
+    with running_rig_of(models, tmp_path / "exported") as rig:
         for version, model in enumerate(models):
             if version == 1:
                 with rig.refit(FileSource(tmp_path / "second")) as refit:

@@ -133,8 +133,14 @@ def test_patched_torch_still_serves_other_libraries(workers: WorkerGroup) -> Non
 
 
 @pytest.mark.parametrize("kind", ["policy", "critic"])
-@pytest.mark.parametrize("layout", [TP2, PP2], ids=["tp2", "pp2"])
-@pytest.mark.parametrize("model", ["qwen2_tied", "qwen2_odd_vocab", "qwen2_three_kv", "qwen3_one_kv"])
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        *((model, TP2) for model in ("qwen2_tied", "qwen2_odd_vocab", "qwen2_three_kv", "qwen3_one_kv")),
+        *((model, PP2) for model in ("qwen2_tied", "qwen2_odd_vocab", "qwen2_three_kv", "qwen3_one_kv")),
+        *(("qwen3_moe", layout) for layout in (TP2_SP, PP2, EP2)),
+    ],
+)
 def test_memory_estimate_counts_the_parameters_of_the_fullest_rank(
     workers: WorkerGroup, tiny_model: Callable[[str], Path], model: str, layout: dict[str, int], kind: str
 ) -> None:
@@ -145,5 +151,6 @@ def test_memory_estimate_counts_the_parameters_of_the_fullest_rank(
         pipeline=layout.get("pipeline_model_parallel_size", 1),
         context=1,
         data=1,
+        expert=layout.get("expert_model_parallel_size", 1),
     )
     assert rank_parameters(model_facts(folder), sizes, value_head=kind == "critic") == max(counted)
