@@ -18,7 +18,7 @@ from megatron_ppo.data.task import TaskSpec
 from megatron_ppo.inference.environment import engine_environment
 from megatron_ppo.protocol.errors import ConfigError
 from megatron_ppo.protocol.trajectory import SamplingSettings
-from megatron_ppo.ray_actors.cluster import start_local_cluster
+from megatron_ppo.ray_actors.cluster import cluster_gpus, join_cluster, start_local_cluster
 from megatron_ppo.ray_actors.collector_actor import CollectorActor
 from megatron_ppo.ray_actors.inference_group import InferenceGroup
 from megatron_ppo.ray_actors.rank0 import RayReplaySnapshots, Supervisor
@@ -83,13 +83,7 @@ def run_actors(
 ) -> Iterator[RunActors]:
     """Start every process without waiting for it; end every process on the way out, also after a failure."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    gpus = _engine_gpus(config)
-    with start_local_cluster(
-        log_dir=directory.logs_dir,
-        object_store_bytes=config.cluster.object_store_bytes,
-        gpu_ids=gpus,
-        env={"OMP_NUM_THREADS": "1"},
-    ):
+    with _cluster(config, directory) as has_gpus:
         engines = InferenceGroup(
             replicas=config.inference.replicas,
             tensor_parallel_size=config.inference.tensor_parallel_size,
@@ -101,7 +95,7 @@ def run_actors(
             env=engine_environment(device_type=device_type),
             log_dir=directory.logs_dir,
             start_timeout_s=config.inference.start_timeout_s,
-            gpus_per_worker=1.0 if gpus else 0.0,
+            gpus_per_worker=1.0 if has_gpus else 0.0,
             engine_target=config.inference.target,
         )
         supervisor = Supervisor(abandon=abandon)
@@ -132,6 +126,38 @@ def run_actors(
             engines.shutdown()
 
 
+@contextlib.contextmanager
+def _cluster(config: RunConfig, directory: RunDirectory) -> Iterator[bool]:
+    """Ray for this run; yields whether the engines take GPUs.
+
+    Raises: ConfigError when there are too few.
+    """
+    env = {"OMP_NUM_THREADS": "1"}
+    if config.cluster.ray_address is None:
+        gpus = _engine_gpus(config)
+        with start_local_cluster(
+            log_dir=directory.logs_dir,
+            object_store_bytes=config.cluster.object_store_bytes,
+            gpu_ids=gpus,
+            env=env,
+        ):
+            yield bool(gpus)
+        return
+    with join_cluster(address=config.cluster.ray_address, env=env):
+        if torch.cuda.is_available():
+            needed, count = _engine_ranks(config), cluster_gpus()
+            if needed > count:
+                raise ConfigError(
+                    f"inference.replicas * inference.tensor_parallel_size = {needed} GPUs; the Ray cluster at "
+                    f"cluster.ray_address={config.cluster.ray_address} has {count}"
+                )
+        yield torch.cuda.is_available()
+
+
+def _engine_ranks(config: RunConfig) -> int:
+    return config.inference.replicas * config.inference.tensor_parallel_size
+
+
 def _engine_gpus(config: RunConfig) -> list[str]:
     """Devices that this node's trainer ranks leave to the engines; the ranks hold the first ones. [] on a CPU.
 
@@ -141,7 +167,7 @@ def _engine_gpus(config: RunConfig) -> list[str]:
     if count == 0:
         return []
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    needed = config.inference.replicas * config.inference.tensor_parallel_size
+    needed = _engine_ranks(config)
     if ranks + needed > count:
         raise ConfigError(
             f"inference.replicas * inference.tensor_parallel_size = {needed} GPUs besides the {ranks} of the trainer "

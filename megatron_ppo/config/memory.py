@@ -23,6 +23,11 @@ _FLOAT32 = 4
 _WITH_QKV_BIAS, _WITH_QK_NORM = ("Qwen2",), ("Qwen3",)
 
 
+def in_words(size: int) -> str:
+    """Bytes as GiB, below a tenth of one as MiB."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
+
+
 def num_parameters(model: ModelFacts, *, value_head: bool = False) -> int:
     """Parameters of a model as its folder has them: tied embeddings count once.
 
@@ -111,8 +116,8 @@ class TrainerMemory:
             "activations": self.activations,
             "logits": self.logits,
         }
-        listed = " + ".join(f"{name} {value / GIB:.2f}" for name, value in parts.items() if value)
-        return f"{self.total / GIB:.2f} GiB = {listed} ({self.num_parameters / 1e6:.1f}M parameters)"
+        listed = " + ".join(f"{name} {in_words(value)}" for name, value in parts.items() if value)
+        return f"{in_words(self.total)} = {listed} ({self.num_parameters / 1e6:.1f}M parameters)"
 
 
 def trainer_memory(
@@ -201,10 +206,10 @@ class EngineMemory:
     kv_for_all: int
 
     def __str__(self) -> str:
-        cache = "what is left" if self.kv_cache is None else f"{self.kv_cache / GIB:.2f} GiB"
+        cache = "what is left" if self.kv_cache is None else in_words(self.kv_cache)
         return (
-            f"weights {self.weights / GIB:.2f} GiB + KV cache {cache} (every request at its longest: "
-            f"{self.kv_for_all / GIB:.2f} GiB)"
+            f"weights {in_words(self.weights)} + KV cache {cache} (every request at its longest: "
+            f"{in_words(self.kv_for_all)})"
         )
 
 
@@ -239,15 +244,15 @@ def memory_rows(config: RunConfig, derived: Derived) -> Iterator[tuple[str, str]
     yield "policy, per trainer rank", str(policy)
     yield "critic, per trainer rank", str(critic)
     if policy.reference:
-        yield "reference, per trainer rank", f"{policy.reference / GIB:.2f} GiB"
+        yield "reference, per trainer rank", in_words(policy.reference)
     largest = max(policy.total, critic.total, policy.reference)
     # Only one of them is trained at a time.
     together = policy.total + critic.total + policy.reference - min(policy.working, critic.working)
     yield (
         "trainer rank",
-        f"{largest / GIB:.2f} GiB on its device where the models take turns, {together / GIB:.2f} GiB where not",
+        f"{in_words(largest)} on its device where the models take turns, {in_words(together)} where not",
     )
-    yield "refit, trainer rank 0", f"{_refit_bytes(config, derived) / GIB:.2f} GiB"
+    yield "refit, trainer rank 0", in_words(_refit_bytes(config, derived))
     yield "engine rank", str(engine_memory(config, derived))
 
 

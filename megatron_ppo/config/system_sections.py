@@ -208,7 +208,13 @@ class ClusterSection(Section):
         "~/.cache/megatron_ppo/models", "Folder of the models that recipes prepare."
     )
     node_ip_address: str = setting(
-        "127.0.0.1", "Address that the refit group listens on; Ray stays on loopback."
+        "127.0.0.1", "Address that the refit group listens on. Engines on other hosts must reach it."
+    )
+    ray_address: str | None = setting(
+        None,
+        "host:port of a Ray cluster that stands already, for engines on other hosts: they take its GPUs. null starts "
+        "one for this run, on loopback, with the GPUs that the trainer ranks of this host leave.",
+        pattern=r"^[^\s:]+:[0-9]+$",
     )
     offload_models: Literal["auto", "always", "never"] = setting(
         "auto",

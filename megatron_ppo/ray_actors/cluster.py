@@ -1,8 +1,8 @@
-"""A Ray cluster of this run alone: on the loopback interface, without dashboard, gone when the driver is
-gone.
+"""The Ray cluster of a run: one of its own on the loopback interface, gone when the driver is gone; or, for engines on
+other hosts, one that stands already.
 
-Driven by the composition root on trainer rank 0. Invariant: no process of the cluster outlives the driver,
-neither after a clean end nor after SIGKILL.
+Driven by the composition root on trainer rank 0. Invariant: no process of the run's own cluster outlives the driver,
+neither after a clean end nor after SIGKILL; of a cluster that stood before, the run's actors end with the driver.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 import ray
 
+from megatron_ppo.protocol.errors import ConfigError
 from megatron_ppo.ray_actors import reaper
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,45 @@ def start_local_cluster(
     }
     with _reaper(temp_dir), _connection(temp_dir, log_dir, gpu_ids, options):
         yield
+
+
+@contextmanager
+def join_cluster(*, address: str, env: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Connect this process to a cluster that `ray start` has made; leave it, and end this run's actors, on the way out.
+
+    Args:
+        address: `host:port` of the head node. Ray takes the token of a cluster with authentication from its file or
+            from RAY_AUTH_TOKEN.
+        env: as in `start_local_cluster`.
+    Raises: ConfigError for an address without a cluster; RuntimeError when connected already.
+    """
+    if ray.is_initialized():
+        raise RuntimeError(
+            "this process is connected to a Ray cluster already; a run needs a connection of its own"
+        )
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        with _own_sigterm():
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                configure_logging=False,
+                runtime_env={"env_vars": dict(env)} if env else None,
+            )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"cluster.ray_address: got {address!r}, where no Ray cluster answers: {error}"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def cluster_gpus() -> int:
+    """GPUs of the connected cluster, over all of its nodes."""
+    return int(ray.cluster_resources().get("GPU", 0))
 
 
 @contextmanager
