@@ -57,3 +57,22 @@ def train_on_fixed_batch(*, kind: str, folder: str, layout: Layout) -> dict[str,
             )
         after = scored(model, batch)
         return {"steps": steps, "score": float(after[batch.response_mask_BT].mean())}
+
+
+def exact_first_step(*, folder: str) -> dict[str, float]:
+    """The policy's first loss and gradient norm in float64, by transformers and the loss written out."""
+    import transformers
+
+    batch = fixed_batch(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    logits = model(batch.token_ids_BT).logits[:, :-1]
+    logprobs = logits.log_softmax(-1).gather(-1, batch.token_ids_BT[:, 1:, None])[..., 0]
+    assert batch.old_logprobs_BT is not None and batch.advantages_BT is not None
+    # Old and generation log-probs are the same, so importance weights are 1.
+    ratio = (logprobs - batch.old_logprobs_BT[:, 1:].double()).exp()
+    advantages = batch.advantages_BT[:, 1:].double()
+    losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
+    loss = losses[batch.response_mask_BT[:, 1:]].mean()
+    loss.backward()
+    squares = sum(float((parameter.grad**2).sum()) for parameter in model.parameters())
+    return {"train/loss": float(loss.detach()), "train/grad_norm": squares**0.5}
