@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 
 from megatron_ppo.protocol.errors import ConfigError
 from megatron_ppo.ray_actors import reaper
@@ -79,8 +80,8 @@ def join_cluster(*, address: str, env: Mapping[str, str] | None = None) -> Itera
     """Connect this process to a cluster that `ray start` has made; leave it, and end this run's actors, on the way out.
 
     Args:
-        address: `host:port` of the head node. Ray takes the token of a cluster with authentication from its file or
-            from RAY_AUTH_TOKEN.
+        address: `host:port` of the head node. Ray takes the token of a cluster with authentication from its file
+            or from RAY_AUTH_TOKEN.
         env: as in `start_local_cluster`.
     Raises: ConfigError for an address without a cluster; RuntimeError when connected already.
     """
@@ -90,6 +91,8 @@ def join_cluster(*, address: str, env: Mapping[str, str] | None = None) -> Itera
         )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray does so for a cluster that it finds by itself, but not for an address that it is given.
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
         with _own_sigterm():
             ray.init(
