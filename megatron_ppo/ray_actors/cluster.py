@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from megatron_ppo.ray_actors import reaper
 logger = logging.getLogger(__name__)
 
 START_ATTEMPTS = 3
+_ANSWER_LIMIT_S = 20.0
 
 _SYSTEM_CONFIG = {
     # Actors bring their own environment, so a worker started ahead of time would never be used.
@@ -91,6 +93,11 @@ def join_cluster(*, address: str, env: Mapping[str, str] | None = None) -> Itera
         )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    host, _, port = address.rpartition(":")
+    try:  # Ray itself would try for minutes
+        socket.create_connection((host, int(port)), timeout=_ANSWER_LIMIT_S).close()
+    except OSError as error:
+        raise ConfigError(f"cluster.ray_address: got {address!r}, where nothing listens: {error}") from error
     # Ray does so for a cluster that it finds by itself, but not for an address that it is given.
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
