@@ -167,7 +167,8 @@ def _template(name: str, trained: TrainedModel, *, loading: bool) -> dict[str, A
 
     metadata = _metadata(trained)
     module = _modules(trained, metadata)
-    optimizer = trained.optimizer.sharded_state_dict(module, is_loading=loading, metadata=metadata)
+    with _keeping_bucket_padding(trained.optimizer):
+        optimizer = trained.optimizer.sharded_state_dict(module, is_loading=loading, metadata=metadata)
     state = {"module": module, "optimizer": optimizer}
     add_prefix_for_sharding(state, f"{name}.")
     return state
@@ -238,6 +239,28 @@ def _restore(loaded: Mapping[str, Any], trained: TrainedModel) -> None:
     # load_state_dict adds the saved ticks to the present ones.
     trained.scheduler.num_steps = 0
     trained.scheduler.load_state_dict(loaded["scheduler"])
+
+
+@contextlib.contextmanager
+def _keeping_bucket_padding(optimizer: Any) -> Iterator[None]:
+    """Let Megatron join the buckets of the optimizer state where it looks for parameters: at padded positions.
+
+    0.16.x and 0.19.x cut off the padding at the end of each bucket before joining, but not from the ranges of the
+    parameters. With several buckets, that is with overlapped gradient reduction, everything behind the first padded one
+    is saved shifted, without a word; a value head, whose bias has one entry, is enough for that.
+    """
+    unpadded: list[tuple[Any, int]] = []
+    for chained in optimizer.chained_optimizers:
+        for buffer in chained.buffers:
+            unpadded += [(part, part.numel_unpadded) for part in (buffer, *buffer.buckets)]
+            buffer.numel_unpadded = buffer.numel
+            for bucket in buffer.buckets:
+                bucket.numel_unpadded = bucket.grad_data.numel()
+    try:
+        yield
+    finally:
+        for part, numel in unpadded:
+            part.numel_unpadded = numel
 
 
 @contextlib.contextmanager

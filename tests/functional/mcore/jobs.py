@@ -62,6 +62,8 @@ MODEL_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_tied": ("Qwen2", {"tie_word_embeddings": True}),
     # 61 is odd: the vocabulary is padded for two ranks.
     "qwen2_odd_vocab": ("Qwen2", {"tie_word_embeddings": False, "vocab_size": 61}),
+    "qwen2_tied_deeper": ("Qwen2", {"tie_word_embeddings": True, "num_hidden_layers": 8}),
+    "qwen3_deep": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 64, "num_hidden_layers": 4}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 64}),
     # Key/value heads that two ranks cannot share: zeros fill them up. With one of them, rank 1 has nothing else.
     "qwen2_three_kv": (
@@ -209,7 +211,8 @@ def full_gradients(model: MegatronPolicy | MegatronCritic) -> dict[str, Tensor]:
     parameters = [parameter for chunk in model.trained.chunks for parameter in chunk.parameters()]
     weights = [parameter.data for parameter in parameters]
     for parameter in parameters:
-        parameter.data = parameter.main_grad
+        # Of the same type: another one would make autograd forget the hook that adds to main_grad.
+        parameter.data = parameter.main_grad.to(parameter.dtype)  # type: ignore[attr-defined]
     try:
         return _in_hugging_face_layout(model)
     finally:
@@ -428,14 +431,14 @@ def load_error(*, folder: str, checkpoint: str) -> str:
     return "no error"
 
 
-def spoilt_update(*, kind: str, folder: str, layout: Layout, spoil: str) -> dict[str, Any]:
+def spoilt_update(*, kind: str, folder: str, layout: Layout, spoil: str, **changes: Any) -> dict[str, Any]:
     """An update whose second minibatch is bad: what was raised, and whether the bad one left the weights
     alone.
     """
     with context(layout) as parallel:
-        model = build(kind, folder, parallel)
+        model = build(kind, folder, parallel, **changes)
         good, bad = random_batch(seed=0), random_batch(seed=1)
-        clean = build(kind, folder, parallel)
+        clean = build(kind, folder, parallel, **changes)
         clean.update([good])
         if spoil == "gradient":
             # Every loss is finite, and the squared norm of the gradient overflows.
@@ -531,14 +534,15 @@ def shim_leaves_torch_alone() -> dict[str, bool]:
     }
 
 
-def threads_left_by_jobs(*, folder: str, jobs: int) -> list[int]:
+def threads_left_by_jobs(*, folder: str, jobs: int, **changes: Any) -> list[int]:
     """Threads of this process after each of several jobs that trained both models."""
 
     def job() -> None:
         with distributed_runtime(timeout_s=60.0):
             batch = random_batch()
-            for model in _pair(folder, {}, {}):
-                model.update([batch])
+            parallel = ParallelContext.create(timeout_s=60.0)
+            for kind in ("policy", "critic"):
+                build(kind, folder, parallel, **changes).update([batch])
 
     counts = []
     for _ in range(jobs):

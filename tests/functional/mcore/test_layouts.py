@@ -65,6 +65,8 @@ TABLE: dict[str, Row] = {
     "dp2_grad_overlap": Row(changes=GRAD_OVERLAP),
     "dp2_overlap": Row(changes=OVERLAP),
     "pp2_vpp2": Row(layout=PP2 | VPP2, model=DEEP),
+    # The stages at both ends share an embedding.
+    "pp2_vpp2_tied": Row(layout=PP2 | VPP2, model="qwen3_deep"),
     # Three microbatches of different lengths: a group of three, since one may not be left over.
     "pp2_vpp2_three_microbatches": Row(layout=PP2 | VPP2, model=DEEP, changes={"train_micro_batch_size": 3}),
     "full_recompute": Row(world_size=1, changes=ALL_LAYERS),
@@ -84,6 +86,14 @@ TABLE: dict[str, Row] = {
     ),
     "cp2_overlap": Row(layout=CP2, changes=OVERLAP),
     "cp4": Row(layout={"context_parallel_size": 4}, world_size=4),
+    # Stages between the first and the last, which share an embedding.
+    "pp4": Row(layout={"pipeline_model_parallel_size": 4}, world_size=4, model="qwen3_deep"),
+    "pp4_vpp2": Row(
+        layout={"pipeline_model_parallel_size": 4} | VPP2,
+        world_size=4,
+        model="qwen2_tied_deeper",
+        changes={"train_micro_batch_size": 1},
+    ),
     "tp2_sp_pp2_vpp2": Row(layout=TP2 | SP | PP2 | VPP2, world_size=4, model=DEEP),
     "pp2_dp2_overlap": Row(layout=PP2, world_size=4, changes=OVERLAP),
     "pp2_vpp2_dp2_overlap": Row(
