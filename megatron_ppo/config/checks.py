@@ -351,6 +351,11 @@ def _expert_problems(key: str, section: TrainedModelSection, model: ModelFacts |
             f"{key}.moe_aux_loss_coeff: got {section.moe_aux_loss_coeff}; must be 0, {model.architecture} has no "
             "experts"
         )
+    if "moe" in section.recompute.modules and model is not None and model.num_experts == 0:
+        yield (
+            f"{key}.recompute.modules: got {section.recompute.modules}; must be without 'moe', "
+            f"{model.architecture} has no experts"
+        )
 
 
 def _world_size(config: RunConfig, given: int | None) -> int:

@@ -81,6 +81,7 @@ MODEL_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**QWEN3_MOE, "norm_topk_prob": False, "mlp_only_layers": [0], "tie_word_embeddings": True},
     ),
+    "qwen3_moe_deep": ("Qwen3Moe", {**QWEN3_MOE, "mlp_only_layers": [0, 3], "num_hidden_layers": 4}),
     "llama3_rope": ("Llama", {"tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE}),
 }
 

@@ -35,6 +35,8 @@ ALL_LAYERS = {"recompute": RecomputeSettings(granularity="full", method="uniform
 FIRST_LAYER = {"recompute": RecomputeSettings(granularity="full", method="block", num_layers=1)}
 MODULES = {"recompute": RecomputeSettings(granularity="selective", modules=("core_attn", "layernorm", "mlp"))}
 
+EXPERTS = {"recompute": RecomputeSettings(granularity="selective", modules=("moe",))}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -98,6 +100,11 @@ TABLE: dict[str, Row] = {
     "pp2_dp2_overlap": Row(layout=PP2, world_size=4, changes=OVERLAP),
     "pp2_vpp2_dp2_overlap": Row(
         layout=PP2 | VPP2, world_size=4, model=DEEP, changes=OVERLAP | {"train_micro_batch_size": 2}
+    ),
+    # Layers with and without experts; the experts' gradients have buckets and groups of their own.
+    "experts_pp2_vpp2": Row(layout=PP2 | VPP2, model="qwen3_moe_deep"),
+    "experts_ep2_overlap_recompute": Row(
+        layout={"expert_model_parallel_size": 2}, model="qwen3_moe_deep", changes=OVERLAP | EXPERTS
     ),
     # Packed sequences.
     "tp2_sp_packed": Row(layout=TP2 | SP, changes=PACKED),
