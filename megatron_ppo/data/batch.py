@@ -121,3 +121,17 @@ def pack_groups(groups: Sequence[PromptGroup], *, pad_token_id: int) -> TrainBat
         truncated_B=torch.tensor([t.completion.finish_reason == "length" for _, t in trajectories]),
         ordinal_B=torch.tensor([ordinal for ordinal, _ in trajectories], dtype=torch.int64),
     )
+
+
+def scores_of_tokens(scores_N: Tensor, *, slot_BT: Tensor, length_B: Tensor) -> Tensor:
+    """What a model said of each token: its output one position before.
+
+    Args:
+        scores_N: float32; outputs of a pass, in whatever order it has them.
+        slot_BT: int64 [B, T - 1]; where the output at each position but the last stands in `scores_N`.
+        length_B: tokens of each sequence.
+    Returns: [B, T]; entry j is the output at position j - 1, 0 at j = 0 and beyond the sequence's end. Differentiable.
+    """
+    token = torch.arange(1, slot_BT.shape[1] + 1, device=scores_N.device)
+    scores_BT = torch.where(token < length_B[:, None], scores_N[slot_BT], 0.0)
+    return torch.nn.functional.pad(scores_BT, (1, 0))

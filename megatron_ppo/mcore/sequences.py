@@ -26,7 +26,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from megatron_ppo.data.batch import TrainBatch
+from megatron_ppo.data.batch import TrainBatch, scores_of_tokens
 from megatron_ppo.data.sequence_map import StreamMap, stream_map
 from megatron_ppo.mcore.parallel import ParallelContext
 
@@ -60,9 +60,7 @@ class Microbatch:
             scores_N = gather_from_sequence_parallel_region(
                 scores_N, tensor_parallel_output_grad=False, group=self.context
             )
-        token = torch.arange(1, self.slot_BT.shape[1] + 1, device=scores_N.device)
-        scores_BT = torch.where(token < self.batch.length_B[:, None], scores_N[self.slot_BT], 0.0)
-        return torch.nn.functional.pad(scores_BT, (1, 0))
+        return scores_of_tokens(scores_N, slot_BT=self.slot_BT, length_B=self.batch.length_B)
 
 
 def microbatches(

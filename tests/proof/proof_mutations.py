@@ -175,9 +175,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="the critic's output read one token late, in scoring and training alike",
-        file="megatron_ppo/mcore/critic.py",
-        before="torch.nn.functional.pad(output_BT1[:, :-1, 0].float(), (1, 0))",
-        after="output_BT1[..., 0].float()",
+        file="megatron_ppo/data/batch.py",
+        before="torch.nn.functional.pad(scores_BT, (1, 0))",
+        after="torch.nn.functional.pad(scores_BT, (0, 1))",
         test="proof/test_value_alignment.py::test_value_of_a_token_is_the_critics_output_one_position_before",
     ),
     Mutation(
