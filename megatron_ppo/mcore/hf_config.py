@@ -133,6 +133,7 @@ class HFModelConfig:
         tp, pp = tensor_model_parallel_size, pipeline_model_parallel_size
         virtual = virtual_pipeline_model_parallel_size
         self._check_experts(tp, expert_model_parallel_size, sequence_parallel)
+        self._check_stages_have_experts(pp, virtual)
         for name, value in (
             ("intermediate_size", self.ffn_hidden_size if self.dense_layers else 0),
             ("moe_intermediate_size", 0 if self.experts is None else self.experts.ffn_hidden_size),
@@ -156,6 +157,18 @@ class HFModelConfig:
             raise ConfigError(
                 f"parallelism.tensor_model_parallel_size={tp} would leave a rank without any of the "
                 f"vocabulary's {self.vocab_size} entries"
+            )
+
+    def _check_stages_have_experts(self, pp: int, virtual: int) -> None:
+        if self.experts is None or self.num_layers % (pp * virtual):
+            return
+        of_chunk = self.num_layers // (pp * virtual)
+        without = set(range(pp)) - {layer // of_chunk % pp for layer in self.experts.layers}
+        if without:
+            # Its optimizer would have other parts than those of the other stages, and no checkpoint could be loaded.
+            raise ConfigError(
+                f"parallelism.pipeline_model_parallel_size={pp} leaves stage {min(without)} without a layer that has "
+                f"experts; the model's are {list(self.experts.layers)}"
             )
 
     def _check_experts(self, tp: int, ep: int, sequence_parallel: bool) -> None:

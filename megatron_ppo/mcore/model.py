@@ -207,6 +207,11 @@ def _build_chunk(
         pg_collection=groups,
         vp_stage=stage,
     )
+    for name, parameter in gpt.named_parameters():
+        if ".mlp.experts." in name:
+            # Megatron gives experts an optimizer of their own where they are shared out; here always, so that a
+            # checkpoint has the same parts in every layout.
+            parameter.allreduce = False
     gpt.rotary_pos_emb.inv_freq = rope_inverse_frequencies(model)
     if value_head and is_last:
         gpt.output_layer = ValueHead(config, parallel.tensor)

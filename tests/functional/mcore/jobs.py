@@ -79,7 +79,13 @@ MODEL_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     # The other order of softmax and choice, and layers of both kinds.
     "qwen3_moe_mixed": (
         "Qwen3Moe",
-        {**QWEN3_MOE, "norm_topk_prob": False, "mlp_only_layers": [0], "tie_word_embeddings": True},
+        {
+            **QWEN3_MOE,
+            "num_hidden_layers": 4,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [0],
+            "tie_word_embeddings": True,
+        },
     ),
     "qwen3_moe_deep": ("Qwen3Moe", {**QWEN3_MOE, "mlp_only_layers": [0, 3], "num_hidden_layers": 4}),
     "llama3_rope": ("Llama", {"tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE}),

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.functional.mcore.test_layouts import OVERLAP, PACKED, Row, assert_same_training
+from tests.functional.mcore.test_layouts import (
+    OVERLAP,
+    PACKED,
+    PARAMETER_ABSOLUTE,
+    RELATIVE,
+    Row,
+    assert_same_training,
+)
 from tests.functional.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.megatron
@@ -85,6 +92,36 @@ def test_every_expert_and_every_router_is_trained(
         name for name, gradient in gradients.items() if ".mlp." in name and not (gradient.abs() > 1e-6).any()
     ]
     assert still == []
+
+
+ONE: Layout = {}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(EP2, ONE), (ONE, EP2), (EP2, PP2)], ids=["ep2_one", "one_ep2", "ep2_pp2"]
+)
+def test_training_goes_on_exactly_where_experts_are_shared_out_differently(
+    workers: WorkerGroup, tiny_model: Callable[[str], Path], tmp_path: Path, saved: Layout, loaded: Layout
+) -> None:
+    arguments = {"folder": str(tiny_model(MOE)), "checkpoint": str(tmp_path / "saved")}
+
+    def run(job: str, layout: Layout) -> list[dict[str, Any]]:
+        layouts = {"policy_layout": layout, "critic_layout": layout}
+        if layout == ONE:
+            return [workers.run_alone(JOBS + job, **arguments, **layouts)]
+        return workers.run(JOBS + job, **arguments, **layouts)
+
+    expected = run("save", saved)[0]
+    for seen in run("resume", loaded):
+        # The policy has taken two steps by now and the critic four, every parameter of them.
+        assert seen["adam_steps"] == [{2.0}, {4.0}]
+        for mine, theirs in zip(seen["metrics"], expected["metrics"], strict=True):
+            for name in theirs:
+                if name.endswith(("loss", "grad_norm", "lr")):
+                    assert mine[name] == pytest.approx(theirs[name], rel=RELATIVE, abs=1e-6), name
+        for model in ("policy", "critic"):
+            for name, tensor in expected[model].items():
+                torch.testing.assert_close(seen[model][name], tensor, rtol=0.0, atol=PARAMETER_ABSOLUTE)
 
 
 def test_the_load_balancing_loss_adds_its_own_gradient_and_nothing_else(

@@ -241,6 +241,19 @@ def test_a_cut_that_does_not_fit_the_experts_is_refused(
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
+def test_a_pipeline_stage_without_experts_is_refused() -> None:
+    model = mapped(**MOE, num_hidden_layers=4, mlp_only_layers=[0, 1])
+    model.check_parallelism(tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
+    with pytest.raises(
+        ConfigError, match=r"leaves stage 0 without a layer that has experts; the model's are \[2, 3\]"
+    ):
+        model.check_parallelism(tensor_model_parallel_size=1, pipeline_model_parallel_size=2)
+    # With two chunks per stage, the stages hold layers 0 and 2, 1 and 3.
+    model.check_parallelism(
+        tensor_model_parallel_size=1, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2
+    )
+
+
 def test_a_cut_that_fits_is_accepted_and_pads_the_vocabulary() -> None:
     config = mapped()
     config.check_parallelism(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
