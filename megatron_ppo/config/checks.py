@@ -26,6 +26,7 @@ T = TypeVar("T")
 _PREVIEW_STEPS = 10
 _READ_FACTS = "megatron_ppo.warm_start.facts.model_facts"
 _CHECK_FOLDER = "megatron_ppo.mcore.hf_preflight.check_model_folder"
+_READ_MODEL = "megatron_ppo.mcore.hf_config.read_hf_config"
 _OPTIMIZER = "megatron_ppo.mcore.settings.OptimizerSettings"
 _SCHEDULER = "megatron_ppo.mcore.settings.SchedulerSettings"
 _OVERLAP = "megatron_ppo.mcore.settings.OverlapSettings"
@@ -100,6 +101,8 @@ def derive(
                 section.parallelism, key=f"{key}.parallelism", world_size=ranks, model=model
             )
             findings.lines.extend(problems or _sharing_problems(config, key, section.parallelism, sizes))
+            if not problems and model is not None:
+                findings.attempt(partial(_check_cut, config, key, section, sizes))
             layouts.append(sizes)
     if findings.lines:
         raise config_error(list(dict.fromkeys(findings.lines)))
@@ -343,6 +346,24 @@ def _length_problems(
             f"critic.model: got a vocabulary of {critic.vocab_size}; must be >= the policy's "
             f"{policy.vocab_size}"
         )
+
+
+def _check_cut(config: RunConfig, key: str, section: TrainedModelSection, sizes: ParallelSizes) -> None:
+    """What only the whole config.json tells of a layout, such as which layers have experts."""
+    path = (config.policy.model if section.model == ModelSource() else section.model).path
+    if path is None or not Path(path).is_dir():
+        return
+    try:
+        resolve(_READ_MODEL)(path).check_parallelism(
+            tensor_model_parallel_size=sizes.tensor,
+            pipeline_model_parallel_size=sizes.pipeline,
+            virtual_pipeline_model_parallel_size=section.parallelism.virtual_pipeline_model_parallel_size
+            or 1,
+            expert_model_parallel_size=sizes.expert,
+            sequence_parallel=section.parallelism.sequence_parallel,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{key}.{error}") from error
 
 
 def _expert_problems(key: str, section: TrainedModelSection, model: ModelFacts | None) -> Iterator[str]:

@@ -423,6 +423,12 @@ def test_a_layout_that_experts_cannot_have_is_refused(
     assert [fragment for fragment in fragments if fragment not in message] == []
 
 
+def test_a_pipeline_stage_without_experts_is_refused(tmp_path: Path) -> None:
+    folder = _folder(tmp_path / "m", **MOE, mlp_only_layers=[0])
+    message = refusal({**_use(folder), "policy.parallelism.pipeline_model_parallel_size": 2}, 2)
+    assert "policy.parallelism.pipeline_model_parallel_size=2 leaves stage 0 without a layer" in message
+
+
 def test_expert_settings_without_experts_are_refused(tmp_path: Path) -> None:
     settings = {"policy.parallelism.expert_model_parallel_size": 2, "policy.moe_aux_loss_coeff": 0.1}
     message = refusal({**_use(_folder(tmp_path / "m")), **settings}, 2)
