@@ -13,6 +13,7 @@ import argparse
 import logging
 import os
 import sys
+import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -36,7 +37,10 @@ def main() -> int:
     for kind in ("tensor", "pipeline", "expert"):
         parser.add_argument(f"--{kind}-parallel", type=int, default=1, help="ranks; default: 1")
     given = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("megatron_ppo").setLevel(logging.INFO)
+    # Megatron's and torch's advice to developers; nothing that a user of this command could act on.
+    warnings.simplefilter("ignore")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         request = export_request(
