@@ -79,12 +79,18 @@ def plan_files(metadata: Sequence[TensorMeta], max_file_bytes: int) -> dict[str,
 def write_weights(
     folder: Path, metadata: Sequence[TensorMeta], tensors: Iterable[Tensor], *, max_file_bytes: int
 ) -> None:
-    """Write the weight files, and an index if there are several. `tensors` are in the order of `metadata`."""
+    """Write the weight files, and an index if there are several, next to config.json.
+
+    Args:
+        tensors: in the order of `metadata`.
+    """
     arriving = iter(tensors)
     files = plan_files(metadata, max_file_bytes)
     for name, part in files.items():
         content = {meta.name: _checked(meta, next(arriving)) for meta in part}
         save_file(content, folder / name, metadata={"format": "pt"})
+        # safetensors makes files that only their owner may read; a server often runs as someone else.
+        shutil.copymode(folder / "config.json", folder / name)
         logger.info("wrote %s, %d tensors", name, len(part))
     if next(arriving, None) is not None:
         raise AssertionError("more tensors than metadata")

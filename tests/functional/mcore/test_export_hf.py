@@ -70,6 +70,9 @@ def test_the_command_writes_a_folder_with_the_tokenizer_and_says_where(
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, str(output)), done.stderr
     assert (output / "tokenizer_config.json").read_text() == '{"eos_token": "<eos>"}'
+    assert {oct(path.stat().st_mode)[-3:] for path in output.iterdir()} == {
+        oct((output / "config.json").stat().st_mode)[-3:]
+    }
     # Nothing is left of the temporary folder, and a second export does not overwrite.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "out", "run"]
     again = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
