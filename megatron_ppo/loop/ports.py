@@ -57,7 +57,8 @@ class WeightSource(Protocol):
         ...
 
     def full_weights(self) -> Iterator[Tensor]:
-        """Collective over all ranks: gathers one tensor at a time. Only rank 0 may read what it yields.
+        """Collective over all ranks, which all run it to its end: gathers one tensor at a time, for rank 0. What it
+        yields elsewhere, if anything, is not for reading.
 
         A yielded tensor may share the memory of a parameter: copy it before the next update, do not write to it.
         """

@@ -157,12 +157,13 @@ class MegatronPolicy:
         return hf_weight_metadata(self.trained.model, self.trained.dtype)
 
     def full_weights(self) -> Iterator[Tensor]:
-        """Collective over all ranks: gathers one tensor at a time. What it yields is the same on every
-        rank.
+        """Collective over all ranks, which all run it to its end: gathers one parameter at a time to rank 0, which
+        alone gets the tensors.
         """
         self.residence.require(WEIGHTS, "reading the weights")
         self.trained.flush()
-        return export_hf_weights(self.trained.chunks, self.trained.weight_map)
+        return export_hf_weights(self.trained.chunks, self.trained.weight_map, only_rank_0=True)
+
 
     def parameters_hash(self) -> str:
         """Changes if and only if a parameter does; the same on every rank."""

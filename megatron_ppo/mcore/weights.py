@@ -203,63 +203,137 @@ def hf_weight_metadata(
     )
 
 
-def export_hf_weights(chunks: Sequence[Any], weight_map: WeightMap) -> Iterator[Tensor]:
-    """Full Hugging Face tensors, the same on every rank, in the order of `hf_weight_metadata`.
+def export_hf_weights(
+    chunks: Sequence[Any], weight_map: WeightMap, *, only_rank_0: bool = False
+) -> Iterator[Tensor]:
+    """Full Hugging Face tensors in the order of `hf_weight_metadata`, the same on every rank.
 
-    Collective over all ranks of the model: each parameter is gathered over its stage's tensor group, an expert's
-    then sent to the ranks with other experts, and all to the other pipeline stages. At most one parameter is held
-    in full. What needs no gathering is yielded as a view of the parameter, which the next update changes.
+    Collective over all ranks of the job, which all run it to its end: each parameter is gathered over its stage's
+    tensor group, an expert's then sent to the ranks with other experts, and all to the other pipeline stages. What
+    needs no gathering is yielded as a view of the parameter, which the next update changes.
+
+    Between two yields this rank holds the tensor that is yielded and, while a parameter has further tensors, the
+    gathered parameter; beyond its own shards and never more than one layer, as long as the caller keeps none.
+
+    Args:
+        only_rank_0: rank 0 of the job alone yields tensors; the others take part in the gathers and yield nothing.
+            Every tensor then goes to that rank alone: over the tensor group of the one copy of the model that rank
+            0 belongs to, then from its stage to the first.
     """
     parameters = {name: p.detach() for name, p in named_parameters(chunks)}
     dtype = next(iter(parameters.values())).dtype
-    parallel = weight_map.parallel
+    route = _ToRank0(weight_map) if only_rank_0 else _ToEveryRank(weight_map)
     for piece in weight_map.pieces():
-        stage, owner = weight_map.stage_of(piece), weight_map.owner_of(piece)
-        full: list[Tensor] = []
-        if stage == parallel.pp_rank and owner in (None, parallel.ep_rank):
-            parameter = parameters[piece.name]
-            full = _split(_gather(parameter, parallel, whole=piece.cut == "whole"), piece, weight_map.model)
-        for index, (_, shape) in enumerate(piece.outputs):
-            tensor = full[index] if full else None
-            if owner is not None and stage == parallel.pp_rank:
-                tensor = _sent(tensor, shape, dtype, parallel.expert, owner)
-            if parallel.pp_size > 1:
-                tensor = _sent(tensor, shape, dtype, parallel.pipeline, stage)
-            assert tensor is not None
-            yield tensor.contiguous()
+        parts: Iterator[Tensor] = iter(())
+        if route.holds(piece):
+            stack = route.gathered(parameters[piece.name], whole=piece.cut == "whole")
+            parts = iter(()) if stack is None else _parts(stack, piece, weight_map.model)
+            del stack  # or it would outlive the last part that needs it
+        for _, shape in piece.outputs:
+            tensor = route.delivered(next(parts, None), piece, shape, dtype)
+            if tensor is not None:
+                yield tensor.contiguous()
+            del tensor  # before the next one is gathered
 
 
-def _gather(shard: Tensor, parallel: ParallelContext, *, whole: bool) -> list[Tensor]:
-    if whole or parallel.tp_size == 1:
-        return [shard]
-    shards = [torch.empty_like(shard) for _ in range(parallel.tp_size)]
-    dist.all_gather(shards, shard.contiguous(), group=parallel.tensor)
-    return shards
+def _parts(stack_T: Tensor, piece: WeightPiece, model: HFModelConfig) -> Iterator[Tensor]:
+    """The Hugging Face tensors of a parameter, one at a time; views where the memory allows it.
 
-
-def _split(shards: list[Tensor], piece: WeightPiece, model: HFModelConfig) -> list[Tensor]:
+    Args:
+        stack_T: the shards of all T tensor ranks, [T, *shard].
+    """
+    size, rest = stack_T.shape[0], stack_T.shape[2:]
     if piece.cut == "whole":
-        return shards
-    if piece.cut == "columns":
-        return [_joined(shards, dim=1)[:, : piece.outputs[0][1][1]]]
-    if piece.cut == "rows":
-        return [_joined(shards)[: piece.outputs[0][1][0]]]
-    if piece.cut == "gate_up":
-        halves = [shard.chunk(2) for shard in shards]
-        return [_joined([half[part] for half in halves]) for part in (0, 1)]
-    fused = _joined(shards)
-    sizes = [shape[0] // model.num_kv_heads for _, shape in piece.outputs]
-    # Padded key/value heads come last.
-    blocks = fused.view(-1, sum(sizes), *fused.shape[1:])[: model.num_kv_heads]
-    return [part.reshape(-1, *fused.shape[1:]) for part in blocks.split(sizes, dim=1)]
+        yield stack_T[0]
+    elif piece.cut == "columns":
+        joined = stack_T[0] if size == 1 else stack_T.transpose(0, 1).reshape(stack_T.shape[1], -1)
+        yield joined[:, : piece.outputs[0][1][1]]
+    elif piece.cut == "rows":
+        yield stack_T.view(-1, *rest)[: piece.outputs[0][1][0]]
+    elif piece.cut == "gate_up":
+        halves = stack_T.view(size, 2, -1, *rest)
+        for half in (0, 1):
+            yield halves[:, half].reshape(-1, *rest)
+    else:
+        sizes = [shape[0] // model.num_kv_heads for _, shape in piece.outputs]
+        # Padded key/value heads come last.
+        blocks = stack_T.view(-1, sum(sizes), *rest)[: model.num_kv_heads]
+        for part in blocks.split(sizes, dim=1):
+            yield part.reshape(-1, *rest)
 
 
-def _joined(shards: list[Tensor], dim: int = 0) -> Tensor:
-    # torch.cat copies even a single tensor, and without tensor parallelism that would be most of an export.
-    return shards[0] if len(shards) == 1 else torch.cat(shards, dim=dim)
+class _ToEveryRank:
+    """All ranks of a copy of the model get every tensor."""
+
+    def __init__(self, weight_map: WeightMap) -> None:
+        self._map = weight_map
+        self._parallel = weight_map.parallel
+
+    def holds(self, piece: WeightPiece) -> bool:
+        """Whether this rank has a shard to give."""
+        here = self._map.stage_of(piece) == self._parallel.pp_rank
+        return here and self._map.owner_of(piece) in (None, self._parallel.ep_rank)
+
+    def gathered(self, shard: Tensor, *, whole: bool) -> Tensor | None:
+        """[T, *shard] over the tensor group; a parameter that is `whole` on every rank is its own gathering."""
+        if whole or self._parallel.tp_size == 1:
+            return shard.unsqueeze(0)
+        stack = shard.new_empty((self._parallel.tp_size, *shard.shape))
+        dist.all_gather(list(stack.unbind()), shard.contiguous(), group=self._parallel.tensor)
+        return stack
+
+    def delivered(
+        self, tensor: Tensor | None, piece: WeightPiece, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor | None:
+        """The tensor of whoever has it, on the ranks that get it; None elsewhere."""
+        stage, owner, parallel = self._map.stage_of(piece), self._map.owner_of(piece), self._parallel
+        if owner is not None and stage == parallel.pp_rank:
+            tensor = _broadcast(tensor, shape, dtype, parallel.expert, owner)
+        if parallel.pp_size > 1:
+            tensor = _broadcast(tensor, shape, dtype, parallel.pipeline, stage)
+        return tensor
 
 
-def _sent(
+class _ToRank0(_ToEveryRank):
+    """Rank 0 of the job gets every tensor, straight from the ranks that have it; the copies of the model that it is
+    not part of do nothing.
+    """
+
+    def holds(self, piece: WeightPiece) -> bool:
+        """Whether this rank is the one that gives its shard."""
+        copies = self._parallel.data_context if piece.expert is None else self._parallel.expert_data
+        return copies.rank() == 0 and super().holds(piece)
+
+    def gathered(self, shard: Tensor, *, whole: bool) -> Tensor | None:
+        """[T, *shard] on the first rank of the tensor group, None on the others."""
+        parallel = self._parallel
+        is_first = parallel.tp_rank == 0
+        if whole or parallel.tp_size == 1:
+            return shard.unsqueeze(0) if is_first else None
+        stack = shard.new_empty((parallel.tp_size, *shard.shape)) if is_first else None
+        dist.gather(
+            shard.contiguous(),
+            None if stack is None else list(stack.unbind()),
+            group=parallel.tensor,
+            group_dst=0,
+        )
+        return stack
+
+    def delivered(
+        self, tensor: Tensor | None, piece: WeightPiece, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor | None:
+        """The tensor on rank 0: first from the expert rank to the first copy of the stage, then to stage 0."""
+        stage, owner, parallel = self._map.stage_of(piece), self._map.owner_of(piece), self._parallel
+        if parallel.tp_rank != 0:
+            return None
+        if owner is not None and stage == parallel.pp_rank and parallel.expert_data.rank() == 0:
+            tensor = _to_first(tensor, shape, dtype, parallel.expert, owner)
+        if parallel.data_context.rank() == 0:
+            tensor = _to_first(tensor, shape, dtype, parallel.pipeline, stage)
+        return tensor
+
+
+def _broadcast(
     tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, group: dist.ProcessGroup, source: int
 ) -> Tensor:
     """The tensor of the group's rank `source`, on every rank of the group."""
@@ -268,3 +342,19 @@ def _sent(
     tensor = tensor.contiguous()
     dist.broadcast(tensor, group_src=source, group=group)
     return tensor
+
+
+def _to_first(
+    tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, group: dist.ProcessGroup, source: int
+) -> Tensor | None:
+    """The tensor of the group's rank `source`, on its rank 0; None on the others."""
+    if source == 0:
+        return tensor
+    if group.rank() == source:
+        assert tensor is not None
+        dist.send(tensor.contiguous(), group=group, group_dst=0)
+    elif group.rank() == 0:
+        received = torch.empty(shape, dtype=dtype, device=platform.device())
+        dist.recv(received, group=group, group_src=source)
+        return received
+    return None

@@ -36,8 +36,8 @@ def pack_bucket(bucket: Bucket, tensors: Iterator[Tensor], buffer: Tensor) -> Te
     Raises: RefitError when the source ends early or yields another shape or dtype than the manifest says.
     """
     for meta, offset in zip(bucket.tensors, bucket.offsets, strict=True):
-        tensor = next_tensor(tensors, meta)
-        _view(buffer, offset, meta).copy_(tensor.detach())
+        # No name for the tensor: it must be gone before the source gathers the next one.
+        _view(buffer, offset, meta).copy_(next_tensor(tensors, meta).detach())
     return buffer[: bucket.num_bytes]
 
 

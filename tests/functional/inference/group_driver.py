@@ -12,8 +12,10 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
+from queue import Queue
 
 import psutil
 import ray
@@ -29,6 +31,10 @@ from megatron_ppo.transport.broadcast_group import BroadcastStore
 from tests.functional.inference.hf_oracle import HfSource, hf_logprobs, tiny_model, worst_difference
 
 REPLICAS = 2
+
+
+BUCKET_BYTES = 20_000
+"""Small, so that the tiny model needs many buckets."""
 
 
 def _report(**fields: object) -> None:
@@ -50,6 +56,62 @@ def _served(group: InferenceGroup, model) -> float:
     )
     version = completions[0].spans[0].version
     return max(worst_difference(model, p, c, version) for p, c in zip(prompts, completions, strict=True))
+
+
+class _Interrupting:
+    """A source that does something half-way through its tensors."""
+
+    def __init__(self, model, action) -> None:
+        self._source = HfSource(model)
+        self._action = action
+
+    def weight_metadata(self):
+        return self._source.weight_metadata()
+
+    def full_weights(self):
+        half = len(self.weight_metadata()) // 2
+        for position, tensor in enumerate(self._source.full_weights()):
+            if position == half:
+                self._action()
+            yield tensor
+
+
+def _interrupted_refit(group: InferenceGroup, model, action, *, version: int, timeout_s: float):
+    """The error of a refit half-way through which `action` happens, and how long it took from there."""
+    acted: list[float] = []
+
+    def act() -> None:
+        action()
+        acted.append(time.monotonic())
+
+    refit = BroadcastRefit(
+        source=_Interrupting(model, act),
+        sink=group,
+        store=BroadcastStore(timeout_s=timeout_s),
+        bucket_bytes=BUCKET_BYTES,
+        timeout_s=timeout_s,
+    )
+    error = _error_of(lambda: refit.push(version=version))
+    return error, time.monotonic() - acted[0]
+
+
+def _refused(group: InferenceGroup, replica: int) -> str:
+    """The error of a request to one replica."""
+    request = group.clients()[replica].generate(
+        [1, 2], seeds=[1], sampling=SamplingSettings(max_new_tokens=2), deadline_s=0.5
+    )
+    return _error_of(lambda: asyncio.run(request))
+
+
+def _stop_an_engine(group: InferenceGroup, core: int, models) -> None:
+    """A core that stands still in the middle of a transfer, and goes on after the refit has failed."""
+    error, took_s = _interrupted_refit(
+        group, models[0], lambda: os.kill(core, signal.SIGSTOP), version=5, timeout_s=6
+    )
+    paused = _refused(group, 0)
+    os.kill(core, signal.SIGCONT)
+    _report(stopped_error=error, stopped_s=took_s, stopped_other_refuses=paused)
+    _report(continued_refuses=_refused(group, 1))
 
 
 def _cancel_a_request(group: InferenceGroup) -> int:
@@ -115,14 +177,27 @@ def main(folder: Path) -> None:
 
         pids = group.pids()
         _report(processes_per_replica=[len(each) for each in pids])
-        started = time.monotonic()
-        os.kill(pids[1][1], signal.SIGKILL)
-        ready, _ = ray.wait(list(watched), timeout=30)
-        noticed_s = time.monotonic() - started
-        _report(killed=watched[ready[0]], noticed_s=noticed_s, error=_error_of(lambda: group.health()))
+        _stop_an_engine(group, pids[1][1], models)
+        refit.push(version=6)
+        _report(repaired_difference=_served(group, models[1]))
+
+        noticed: Queue[tuple[str, float]] = Queue()
+
+        def kill() -> None:
+            os.kill(pids[1][1], signal.SIGKILL)
+            threading.Thread(target=notice, args=(time.monotonic(),), daemon=True).start()
+
+        def notice(killed: float) -> None:
+            ready, _ = ray.wait(list(watched), timeout=30)
+            noticed.put((watched[ready[0]], time.monotonic() - killed))
+
+        error, took_s = _interrupted_refit(group, models[0], kill, version=7, timeout_s=60)
+        _report(killed_error=error, killed_s=took_s, killed_other_refuses=_refused(group, 0))
+        name, noticed_s = noticed.get(timeout=60)
+        _report(killed=name, noticed_s=noticed_s, error=_error_of(lambda: group.health()))
         started = time.monotonic()
         _report(
-            refit_error=_error_of(lambda: refit.push(version=5)), refit_error_s=time.monotonic() - started
+            refit_error=_error_of(lambda: refit.push(version=8)), refit_error_s=time.monotonic() - started
         )
         children = [child.pid for child in psutil.Process().children(recursive=True)]
         _report(done=True, processes=[os.getpid(), *children])

@@ -72,6 +72,28 @@ def test_cancelling_a_client_call_aborts_the_requests_in_the_engine(driver: Any)
     assert driver[1]["running_after_cancel"] == 0
 
 
+def test_an_engine_that_stands_still_in_a_transfer_fails_the_refit_in_time_and_is_named(driver: Any):
+    reports = driver[1]
+    assert (
+        "engine replica 1 received" in reports["stopped_error"]
+        and "replica 0" not in reports["stopped_error"]
+    )
+    assert reports["stopped_s"] < 6 + 6, "the limit, a look for the cause, and a busy machine"
+    assert "closed by a refit" in reports["stopped_other_refuses"]
+    assert "closed by a refit" in reports["continued_refuses"]
+
+
+def test_the_next_refit_repairs_both_engines(driver: Any):
+    assert driver[1]["repaired_difference"] < TOLERANCE_NATS
+
+
+def test_an_engine_that_dies_in_a_transfer_fails_the_refit_at_once_and_the_other_stays_paused(driver: Any):
+    reports = driver[1]
+    assert "EngineDeadError: engine replica 1" in reports["killed_error"]
+    assert reports["killed_s"] < 15, "the limit is 60 s"
+    assert "closed by a refit" in reports["killed_other_refuses"]
+
+
 def test_a_killed_engine_core_is_noticed_within_seconds_and_named(driver: Any):
     reports = driver[1]
     assert reports["processes_per_replica"] == [2, 2], "each replica is an actor and a spawned engine core"

@@ -362,7 +362,9 @@ def logprob_and_entropy_difference(*, folder: str, layout: Layout, temperature: 
 
 
 def export_mismatches(*, folder: str, layout: Layout) -> list[str]:
-    """Names that differ in any bit, name, shape or dtype from the files that the weights came from."""
+    """Names that differ in any bit, name, shape or dtype from the files that the weights came from: as exported to
+    every rank, and as streamed to rank 0.
+    """
     from safetensors.torch import load_file
 
     files: dict[str, Tensor] = {}
@@ -370,13 +372,20 @@ def export_mismatches(*, folder: str, layout: Layout) -> list[str]:
         files |= load_file(path)
     with context(layout) as parallel:
         policy = MegatronPolicy(parallel=parallel, **settings(folder))
-        wrong = []
-        for meta, tensor in zip(policy.weight_metadata(), policy.full_weights(), strict=True):
-            expected = files.pop(meta.name)
+        wrong, metadata, streamed = [], policy.weight_metadata(), []
+        exported = export_hf_weights(policy.trained.chunks, policy.trained.weight_map)
+        for meta, tensor in zip(metadata, exported, strict=True):
+            expected = files[meta.name]
             same = torch.equal(tensor, expected) and meta.shape == tuple(expected.shape)
             if not same or meta.dtype != "float32":
                 wrong.append(meta.name)
-        return wrong + sorted(files)
+        for index, tensor in enumerate(policy.full_weights()):
+            streamed.append(metadata[index].name)
+            if not torch.equal(tensor, files[streamed[-1]]):
+                wrong.append(f"{streamed[-1]} as streamed")
+        if streamed != ([meta.name for meta in metadata] if dist.get_rank() == 0 else []):
+            wrong.append(f"streamed {streamed}")
+        return wrong + sorted(set(files) - {meta.name for meta in metadata})
 
 
 def save(*, folder: str, checkpoint: str, policy_layout: Layout, critic_layout: Layout) -> dict[str, Any]:

@@ -1,0 +1,77 @@
+"""Jobs of `test_publishing`: a Megatron policy publishes to receivers in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_ppo.mcore.policy import MegatronPolicy
+from megatron_ppo.mcore.weights import export_hf_weights
+from megatron_ppo.refit.agreement import agreement_over
+from megatron_ppo.refit.broadcast import BroadcastRefit
+from megatron_ppo.transport.broadcast_group import BroadcastStore
+from tests.functional.mcore.jobs import Layout, context, random_batch, settings
+from tests.functional.mcore.receiver_process import ReceiverFleet, receiver_process, tensor_hash
+
+TIMEOUT_S = 60.0
+
+
+def publish(
+    *, folder: str, layout: Layout, receivers: int, staging_bytes: int, verify_checksum: bool = False
+) -> dict[str, Any]:
+    """Publishes, trains, publishes again. From rank 0: what arrived, what should have, and the peak of memory that
+    the second publish allocated; beside it the peak of gathering the whole model at once.
+    """
+    with context(layout) as parallel, ExitStack() as stack:
+        policy = MegatronPolicy(parallel=parallel, **settings(folder))
+        is_sender = dist.get_rank() == 0
+        fleet = None
+        if is_sender:
+            fleet = ReceiverFleet(receivers, stack.enter_context(receiver_process()))
+        refit = BroadcastRefit(
+            source=policy,
+            sink=fleet,
+            store=BroadcastStore(timeout_s=TIMEOUT_S) if is_sender else None,
+            bucket_bytes=staging_bytes,
+            verify_checksum=verify_checksum,
+            timeout_s=TIMEOUT_S,
+            agree=agreement_over(None),
+        )
+        stack.callback(refit.close)
+        refit.push(version=0)
+        policy.update([random_batch()])
+        peak_bytes = peak_of(lambda: refit.push(version=1))
+        whole_bytes = peak_of(lambda: list(policy.full_weights()))
+        exported = export_hf_weights(policy.trained.chunks, policy.trained.weight_map)
+        expected = {
+            meta.name: tensor_hash(tensor)
+            for meta, tensor in zip(policy.weight_metadata(), exported, strict=True)
+        }
+        return {
+            "expected": expected,
+            "received": fleet.hashes if fleet else None,
+            "peak_bytes": peak_bytes,
+            "whole_bytes": whole_bytes,
+        }
+
+
+def peak_of(action: Callable[[], object]) -> int:
+    """Most bytes of tensors that `action` had allocated at once, by torch's own allocator."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = action()
+        del result
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    changes = sorted(
+        (event.start_ns(), event.nbytes())
+        for event in profiler.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    )
+    live = peak = 0
+    for _, num_bytes in changes:
+        live += num_bytes
+        peak = max(peak, live)
+    return peak
