@@ -1,4 +1,4 @@
-"""A bare gloo broadcast between two processes, the floor under the transport of a refit."""
+"""A bare gloo broadcast between processes, the floor under the transport of a refit."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-SENDER, RECEIVER, MEMBERS = 0, 1, 2
+SENDER = 0
 
 
-def gloo_pair(store: dist.Store, rank: int, timeout_s: float) -> dist.ProcessGroupGloo:
-    """A process group of sender and receiver over the loopback interface, like the refit's."""
+def gloo_group(store: dist.Store, rank: int, members: int, timeout_s: float) -> dist.ProcessGroupGloo:
+    """A process group of sender and receivers over the loopback interface, like the refit's."""
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=timeout_s)
-    return dist.ProcessGroupGloo(store, rank, MEMBERS, options)
+    return dist.ProcessGroupGloo(store, rank, members, options)
 
 
 def buffers(sizes: list[int]) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The real engine, whose worker can also be told to measure the baselines of `refit_worker`. Runs in the actor."""
+"""The real engine, whose workers can also be told to measure the baselines of `refit_worker`. Runs in the actor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_ppo.inference.engine import VllmEngine
 class BaselineEngine(VllmEngine):
     """`VllmEngine` with one more method."""
 
-    async def bench(self, method: str, *args: object) -> Any:
-        """Call the worker's method of that name; the result of the only worker."""
-        [result] = await self._live().collective_rpc(method, args=args)
-        return result
+    async def bench(self, method: str, *args: object) -> list[Any]:
+        """Call every worker's method of that name; their results."""
+        results: list[Any] = await self._live().collective_rpc(method, args=args)
+        return results

@@ -1,4 +1,4 @@
-"""The real inference group around one `BaselineEngine`. Imports no vLLM: it lives in the trainer's process."""
+"""The real inference group around `BaselineEngine`s. Imports no vLLM: it lives in the trainer's process."""
 
 from __future__ import annotations
 
@@ -15,22 +15,42 @@ EXTENSION = "benchmarks.refit_worker.BaselineExtension"
 
 
 class BaselineGroup(InferenceGroup):
-    """One replica on the CPU.
+    """Replicas on the CPU.
 
     Args:
-        engine_kwargs: of `VllmEngine`.   log_dir: for the engine's log.   start_timeout_s: longest start.
+        replicas, tensor_parallel_size, engine_kwargs, log_dir, start_timeout_s: of `InferenceGroup`.
     """
 
-    def __init__(self, *, engine_kwargs: Mapping[str, Any], log_dir: Path, start_timeout_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        replicas: int,
+        tensor_parallel_size: int,
+        engine_kwargs: Mapping[str, Any],
+        log_dir: Path,
+        start_timeout_s: float,
+    ) -> None:
         super().__init__(
-            replicas=1,
+            replicas=replicas,
+            tensor_parallel_size=tensor_parallel_size,
             engine_kwargs={**engine_kwargs, "extra_engine_args": {"worker_extension_cls": EXTENSION}},
             env=engine_environment(device_type="cpu") | {"PYTHONPATH": str(ROOT)},
             log_dir=log_dir,
             start_timeout_s=start_timeout_s,
             engine_target=ENGINE,
         )
+        self._workers_each = tensor_parallel_size
 
     def bench(self, method: str, *args: object) -> RayPendingCalls:
-        """Start the worker's method of that name; the result is a list of one."""
-        return self._call_all("bench", method, *args, what=f"the worker's {method}")
+        """Start the workers' method of that name; the result is a list per replica."""
+        return self._call_all("bench", method, *args, what=f"the workers' {method}")
+
+    def bench_join(self, method: str, *args: object) -> RayPendingCalls:
+        """The same for a method whose first argument is the group rank of its replica's first worker."""
+        return RayPendingCalls(
+            f"the workers' {method}",
+            [
+                handle.call.remote("bench", method, 1 + replica * self._workers_each, *args)
+                for replica, handle in enumerate(self._handles)
+            ],
+        )

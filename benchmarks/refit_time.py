@@ -1,40 +1,58 @@
 """A refit against what it cannot do without: a raw broadcast of the same bytes plus the engine's own reload.
 
-    python -m benchmarks.refit_time [--model tiny] [--model 30m] [--model 100m] [--repeats 15]
-    python -m benchmarks.refit_time --model 30m --set refit.bucket_bytes=16777216
+    python -m benchmarks.refit_time                         # 100M parameters; every layout below
+    python -m benchmarks.refit_time --model 30m --engines 1x1 --trainer tp2 --repeats 15
+    python -m benchmarks.refit_time --set refit.bucket_bytes=16777216
 
-The sender is the real Megatron policy, the receiver the real vLLM engine in its actor. Refit and baselines are
-measured in turn in one run, so that all of them meet the same machine. CPU only: the raw broadcast is gloo's.
+Two trainer ranks (tp1: two copies of the model) hold the real Megatron policy, real vLLM engines in their actors
+receive; `2x1` are two engines of one worker each. Everything is measured in turn in one run, so that all of it meets
+the same machine. CPU only: the raw broadcast is gloo's. Exit code 1 when a median misses its bound.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.raw_broadcast import SENDER, buffers, gloo_pair, raw_broadcast
+from benchmarks.peak_memory import peak_bytes
+from benchmarks.raw_broadcast import SENDER, buffers, gloo_group, raw_broadcast
 from benchmarks.refit_group import BaselineGroup
 from benchmarks.report import OUTPUT, machine, save, show_machine, show_table
 from megatron_ppo.app.model_folder import model_folder
 from megatron_ppo.config.checks import derive
 from megatron_ppo.config.compose import load
+from megatron_ppo.config.schema import RunConfig
 from megatron_ppo.data.tasks import build_task
-from megatron_ppo.mcore.parallel import distributed_runtime
+from megatron_ppo.mcore.parallel import ParallelContext, distributed_runtime
+from megatron_ppo.mcore.policy import MegatronPolicy
+from megatron_ppo.mcore.settings import OptimizerSettings, SchedulerSettings
 from megatron_ppo.ray_actors.cluster import start_local_cluster
+from megatron_ppo.refit.agreement import agreement_over
 from megatron_ppo.refit.broadcast import BroadcastRefit
 from megatron_ppo.telemetry.process_log import redirect_process_output
-from megatron_ppo.transport.broadcast_group import BroadcastStore
-from megatron_ppo.transport.streams import manifest_for
+from megatron_ppo.transport.broadcast_group import BroadcastGroup, BroadcastStore
+from megatron_ppo.transport.streams import manifest_for, send_stream
 
 TIMEOUT_S = 120.0
+RANKS = 2
+TRANSFER_BOUND = 0.8
+"""Least speed of the transport alone, as a share of the raw broadcast's."""
+REFIT_BOUND = 1.15
+"""Longest refit, in units of raw broadcast + reload."""
 _UNMEASURED = 2
 """First rounds: joining the group, first touch of buffers."""
 _PHASES = ("refit/drain_s", "refit/transfer_s", "refit/pause_s", "refit/total_s")
@@ -45,164 +63,322 @@ MODELS = {
     "30m": ("+experiment=bench_30m",),
     "100m": ("+experiment=bench_30m", *(f"policy.model.recipe.{field}" for field in _100M)),
 }
+TRAINERS: dict[str, dict[str, int]] = {
+    "tp1": {},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "pp2": {"pipeline_model_parallel_size": 2},
+}
+ENGINES: dict[str, tuple[str, ...]] = {
+    "1x1": ("tp1", "tp2", "pp2"),
+    "2x1": ("tp1", "tp2", "pp2"),
+    "1x2": ("tp2",),
+    "2x2": ("tp2",),
+}
+"""Engines x workers of each: the trainer layouts that are measured with them."""
+
+Rounds = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
-    """What is measured, each a call that returns seconds by name."""
+class Job:
+    """What all layouts of one invocation share."""
 
-    num_bytes: int
-    measure: dict[str, Callable[[], dict[str, float]]]
+    name: str
+    config: RunConfig
+    folder: Path
+    options: argparse.Namespace
+
+    @property
+    def staging_bytes(self) -> int:
+        """The sender's staging memory."""
+        return self.config.refit.bucket_bytes
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line entry point."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", choices=list(MODELS), action="append", help="default: tiny and 30m")
-    parser.add_argument("--repeats", type=int, default=15, help="rounds measured (default: %(default)s)")
-    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides")
-    options = parser.parse_args(arguments)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """`measure` times everything once, in turn; `peak_bytes` is what the sender allocates in a refit."""
+
+    measure: Callable[[], Rounds]
+    peak_bytes: Callable[[], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line entry point; returns the exit code."""
+    options = _options(arguments)
     torch.set_num_threads(1)
-    facts = machine()
-    show_machine(facts)
-    results = {
-        name: measure(name, overrides=options.overrides, repeats=options.repeats)
-        for name in options.model or ["tiny", "30m"]
-    }
-    show_table(
-        f"refit, medians of {options.repeats} rounds",
-        [
-            "model",
-            "MB",
-            "raw broadcast, s",
-            "own reload, s",
-            "refit, s",
-            "of which transfer, s",
-            "refit / (raw + reload)",
-            "the same, fastest rounds",
-        ],
-        [
-            [*_row(name, result["median"]), f"{result['fastest']['ratio']:.2f}"]
-            for name, result in results.items()
-        ],
-    )
-    save("refit_time", facts, results)
-
-
-def measure(name: str, *, overrides: Sequence[str], repeats: int) -> dict[str, dict[str, float]]:
-    """Medians, and the fastest round, of one model."""
-    rounds: list[dict[str, float]] = []
-    print(f"{name}: starting policy and engine", flush=True)
-    with _quiet(OUTPUT / "runs" / f"refit_{name}"), _bench(name, overrides) as bench:
-        for _ in range(_UNMEASURED + repeats):
-            rounds.append({key: value for part in bench.measure.values() for key, value in part().items()})
-    rounds = rounds[_UNMEASURED:]
-    summaries = {
-        summary: {key: pick(each[key] for each in rounds) for key in rounds[0]}
-        for summary, pick in (("median", median), ("fastest", min))
-    }
-    for values in summaries.values():
-        values["megabytes"] = bench.num_bytes / 1e6
-        values["ratio"] = values["refit/total_s"] / (values["raw_s"] + values["reload_s"])
-    return summaries
-
-
-@contextlib.contextmanager
-def _quiet(folder: Path) -> Iterator[None]:
-    """Start-up noise of libraries goes to a log; a failure still reaches the terminal."""
-    with redirect_process_output(folder / "trainer.log"):
-        yield
-
-
-@contextlib.contextmanager
-def _bench(name: str, overrides: Sequence[str]) -> Iterator[Bench]:
-    """The parts of a job that take part in a refit, on this process and in one engine."""
-    config = load([*MODELS[name], *overrides])
-    derived = derive(config, 1)
+    config = load([*MODELS[options.model], *options.overrides])
     folder = model_folder(
         config.policy.model,
         cache_dir=Path(config.cluster.model_cache_dir),
         timeout_s=config.cluster.prepare_timeout_s,
     )
-    task = build_task(**config.data.kwargs())
-    logs = OUTPUT / "runs" / f"refit_{name}"
-    engine_kwargs = config.inference.engine_kwargs(max_model_len=derived.max_model_len)
-    engine_kwargs = {key: engine_kwargs[key] for key in engine_kwargs if key != "tensor_parallel_size"}
+    job = Job(name=options.model, config=config, folder=folder, options=options)
+    if os.environ.get("RANK") == "1":
+        with redirect_process_output(OUTPUT / "runs" / "refit" / "rank_1.log"), distributed_runtime():
+            for engines in options.engines:
+                _measure_engines(job, engines)
+        return 0
+    facts = machine()
+    show_machine(facts)
+    results: dict[str, dict[str, Any]] = {}
+    logs = OUTPUT / "runs" / "refit"
+    with (
+        _second_rank(arguments),
+        redirect_process_output(logs / "rank_0.log"),
+        distributed_runtime(),
+        start_local_cluster(log_dir=logs, env={"OMP_NUM_THREADS": "1"}),
+    ):
+        for engines in options.engines:
+            results |= _measure_engines(job, engines)
+    return _report(job, facts, results)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=list(MODELS), default="100m", help="default: %(default)s")
+    parser.add_argument("--engines", choices=list(ENGINES), action="append", help="default: all")
+    parser.add_argument("--trainer", choices=list(TRAINERS), action="append", help="default: see the source")
+    parser.add_argument("--repeats", type=int, default=9, help="rounds measured (default: %(default)s)")
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides")
+    options = parser.parse_args(arguments)
+    options.engines = options.engines or list(ENGINES)
+    return options
+
+
+@contextlib.contextmanager
+def _second_rank(arguments: Sequence[str] | None) -> Iterator[None]:
+    """Makes this process rank 0 of two, and runs rank 1 beside it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launcher = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(launcher, RANK="0", LOCAL_RANK="0")
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    other = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.refit_time", *words],
+        env=os.environ | {"RANK": "1", "LOCAL_RANK": "1"},
+    )
+    try:
+        yield
+        other.wait(timeout=TIMEOUT_S)
+    finally:
+        other.kill()
+        other.wait()
+
+
+def _measure_engines(job: Job, engines: str) -> dict[str, dict[str, Any]]:
+    """All trainer layouts against one group of engines; called on both ranks, results on rank 0."""
+    replicas, workers = map(int, engines.split("x"))
+    trainers = [t for t in job.options.trainer or ENGINES[engines] if t in ENGINES[engines]]
+    results = {}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(distributed_runtime())
-        stack.enter_context(start_local_cluster(log_dir=logs, env={"OMP_NUM_THREADS": "1"}))
-        group = BaselineGroup(
-            engine_kwargs={"model": str(folder), "stop_token_ids": task.stop_token_ids, **engine_kwargs},
-            log_dir=logs,
-            start_timeout_s=config.inference.start_timeout_s,
-        )
-        stack.callback(group.shutdown)
+        group = None
+        if dist.get_rank() == 0:
+            group = _engine_group(job, replicas, workers)
+            stack.callback(group.shutdown)
+            group.start()
+        for trainer in trainers:
+            row = f"{trainer} → {replicas} engine{'s' * (replicas > 1)}, tp{workers}"
+            with _case(job, TRAINERS[trainer], group) as case:
+                rounds = [case.measure() for _ in range(_UNMEASURED + job.options.repeats)][_UNMEASURED:]
+                peak = case.peak_bytes()
+            if group is not None:
+                results[row] = {**_summary(rounds), "peak_bytes": peak}
+    return results
 
-        # As in the job: Megatron takes seconds, in which the engine is starting already.
-        from megatron_ppo.app.models import build_models
 
-        policy = build_models(
-            config, derived, policy_folder=folder, critic_folder=folder, pad_token_id=task.pad_token_id
-        ).policy
-        group.start()
+def _engine_group(job: Job, replicas: int, workers: int) -> BaselineGroup:
+    task = build_task(**job.config.data.kwargs())
+    derived = derive(job.config, 1)
+    engine_kwargs = job.config.inference.engine_kwargs(max_model_len=derived.max_model_len)
+    engine_kwargs = {key: engine_kwargs[key] for key in engine_kwargs if key != "tensor_parallel_size"}
+    return BaselineGroup(
+        replicas=replicas,
+        tensor_parallel_size=workers,
+        engine_kwargs={"model": str(job.folder), "stop_token_ids": task.stop_token_ids, **engine_kwargs},
+        log_dir=OUTPUT / "runs" / "refit",
+        start_timeout_s=job.config.inference.start_timeout_s,
+    )
+
+
+@contextlib.contextmanager
+def _case(job: Job, layout: dict[str, int], group: BaselineGroup | None) -> Iterator[Case]:
+    """One layout of the policy against the engines; both ranks call everything together."""
+    with contextlib.ExitStack() as stack:
+        policy = _policy(job, layout)
         refit = BroadcastRefit(
             source=policy,
             sink=group,
-            store=BroadcastStore(timeout_s=TIMEOUT_S),
-            bucket_bytes=config.refit.bucket_bytes,
+            store=BroadcastStore(timeout_s=TIMEOUT_S) if group else None,
+            bucket_bytes=job.staging_bytes,
             timeout_s=TIMEOUT_S,
+            agree=agreement_over(None),
         )
         stack.callback(refit.close)
-        metadata = policy.weight_metadata()
-        buckets = manifest_for(metadata, staging_bytes=config.refit.bucket_bytes).buckets()
+        sender = _Sender(job, policy, group) if group else None
         versions = iter(range(10**6))
 
-        def push() -> dict[str, float]:
+        def measure() -> Rounds:
+            """Everything once. Rank 1 does its part of the gathers and otherwise waits."""
+            found: Rounds = {}
+            dist.barrier()
             metrics = refit.push(version=next(versions))
-            return {name: metrics[name] for name in _PHASES}
+            found |= {key: metrics[key] for key in (_PHASES if group else ())}
+            dist.barrier()
+            if sender:
+                found |= sender.raw()
+                found |= sender.reload()
+                found |= sender.transport()
+            dist.barrier()
+            if sender:
+                found |= sender.transport_with_gathers()
+            else:
+                list(policy.full_weights())
+            dist.barrier()
+            return found
 
-        def reload() -> dict[str, float]:
-            [seconds] = group.bench("bench_reload", str(folder)).results(timeout_s=TIMEOUT_S)
-            return {"reload_s": seconds}
-
-        yield Bench(
-            num_bytes=sum(meta.num_bytes for meta in metadata),
-            measure={
-                "refit": push,
-                "raw": _raw_broadcast(group, [bucket.num_bytes for bucket in buckets]),
-                "reload": reload,
-            },
-        )
+        yield Case(measure=measure, peak_bytes=lambda: peak_bytes(lambda: refit.push(version=next(versions))))
 
 
-def _raw_broadcast(group: BaselineGroup, sizes: list[int]) -> Callable[[], dict[str, float]]:
-    """A bare gloo group with the engine's worker, and a call that times one broadcast of `sizes` bytes over it."""
-    store = dist.TCPStore(
-        "127.0.0.1", 0, None, is_master=True, timeout=timedelta(seconds=TIMEOUT_S), wait_for_workers=False
+def _policy(job: Job, layout: dict[str, int]) -> MegatronPolicy:
+    return MegatronPolicy(
+        model=job.folder,
+        parallel=ParallelContext.create(**layout),
+        optimizer=OptimizerSettings(lr=1e-5),
+        scheduler=SchedulerSettings(lr_decay_steps=100),
+        train_micro_batch_size=1,
+        logprob_batch_size=1,
+        pad_token_id=0,
     )
-    joining = group.bench("bench_join", store.port, sizes, TIMEOUT_S)
-    pair, tensors = gloo_pair(store, SENDER, TIMEOUT_S), buffers(sizes)
-    joining.wait(timeout_s=TIMEOUT_S)
 
-    def broadcast() -> dict[str, float]:
-        receiving = group.bench("bench_receive")
-        seconds = raw_broadcast(pair, tensors)
+
+class _Sender:
+    """Rank 0's baselines against the workers of `group`."""
+
+    def __init__(self, job: Job, policy: MegatronPolicy, group: BaselineGroup) -> None:
+        self._folder = str(job.folder)
+        self._policy = policy
+        self._group = group
+        self._manifest = manifest_for(policy.weight_metadata(), staging_bytes=job.staging_bytes)
+        self.num_bytes = sum(meta.num_bytes for meta in policy.weight_metadata())
+        members = 1 + len(group.worker_names)
+        sizes = [bucket.num_bytes for bucket in self._manifest.buckets()]
+        self._store = dist.TCPStore(
+            "127.0.0.1", 0, None, is_master=True, timeout=timedelta(seconds=TIMEOUT_S), wait_for_workers=False
+        )
+        joining = group.bench_join("bench_join", members, self._store.port, sizes, TIMEOUT_S)
+        self._gloo = gloo_group(self._store, SENDER, members, TIMEOUT_S)
+        self._buffers = buffers(sizes)
+        joining.wait(timeout_s=TIMEOUT_S)
+        self._transport_store = BroadcastStore(timeout_s=TIMEOUT_S)
+        spec = self._transport_store.spec(generation=1, rank_offset=1, world_size=members)
+        joining = group.bench_join("bench_join_stream", asdict(spec), asdict(self._manifest))
+        self._stream = BroadcastGroup(
+            spec, rank=SENDER, device=torch.device("cpu"), store=self._transport_store
+        )
+        joining.wait(timeout_s=TIMEOUT_S)
+        self._full = [
+            torch.randn(meta.shape, dtype=getattr(torch, meta.dtype)) for meta in policy.weight_metadata()
+        ]
+
+    def raw(self) -> Rounds:
+        """A bare broadcast of the same bytes in the same buckets."""
+        receiving = self._group.bench("bench_receive")
+        seconds = raw_broadcast(self._gloo, self._buffers)
         receiving.wait(timeout_s=TIMEOUT_S)
         return {"raw_s": seconds}
 
-    return broadcast
+    def reload(self) -> Rounds:
+        """vLLM's layerwise reload from its own memory, on all workers at once; the slowest."""
+        results = self._group.bench("bench_reload", self._folder).results(timeout_s=TIMEOUT_S)
+        return {"reload_s": max(seconds for workers in results for seconds in workers)}
+
+    def transport(self) -> Rounds:
+        """The transport with its packing, from full tensors, into workers that load nothing."""
+        return {"transport_s": self._streamed(iter(self._full))}
+
+    def transport_with_gathers(self) -> Rounds:
+        """The same from the policy's shards."""
+        return {"gathering_transport_s": self._streamed(self._policy.full_weights())}
+
+    def _streamed(self, tensors: Iterator[torch.Tensor]) -> float:
+        receiving = self._group.bench("bench_receive_stream")
+        # As between the barriers of the raw broadcast: from the moment at which all receivers are there.
+        waiting = _Waiting(tensors)
+        send_stream(self._stream, self._manifest, waiting, check_peers=receiving.raise_if_failed)
+        ended = time.perf_counter()
+        receiving.wait(timeout_s=TIMEOUT_S)
+        return ended - waiting.started
 
 
-def _row(name: str, values: dict[str, float]) -> list[str]:
+class _Waiting(Iterator[torch.Tensor]):
+    """The tensors; `started` is when the first one is asked for, right after all receivers accepted the manifest."""
+
+    def __init__(self, tensors: Iterator[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self.started = 0.0
+
+    def __next__(self) -> torch.Tensor:
+        self.started = self.started or time.perf_counter()
+        return next(self._tensors)
+
+
+def _summary(rounds: list[Rounds]) -> dict[str, Any]:
+    """Medians, and the fastest round of each figure; ratios of both."""
+    summaries: dict[str, dict[str, float]] = {
+        name: {key: pick(each[key] for each in rounds) for key in rounds[0]}
+        for name, pick in (("median", median), ("fastest", min))
+    }
+    for values in summaries.values():
+        values["transport_ratio"] = values["raw_s"] / values["transport_s"]
+        values["refit_ratio"] = values["refit/total_s"] / (values["raw_s"] + values["reload_s"])
+    return {**summaries, "rounds": rounds}
+
+
+def _report(job: Job, facts: dict[str, str], results: dict[str, dict[str, Any]]) -> int:
+    show_table(
+        f"refit of {job.name}, staging {job.staging_bytes / 2**20:.0f} MiB, medians of {job.options.repeats} rounds; "
+        "in brackets: of the fastest rounds",
+        [
+            "trainer → engines",
+            "raw, s",
+            "reload, s",
+            "transport, s",
+            "with gathers, s",
+            "refit, s",
+            "raw / transport",
+            "refit / (raw + reload)",
+            "sender's peak, MiB",
+        ],
+        [_row(name, result) for name, result in results.items()],
+    )
+    save("refit_time", facts, results)
+    missed = [
+        name
+        for name, result in results.items()
+        if result["median"]["transport_ratio"] < TRANSFER_BOUND
+        or result["median"]["refit_ratio"] > REFIT_BOUND
+    ]
+    if missed:
+        print(
+            f"missed: {'; '.join(missed)} (raw / transport must be >= {TRANSFER_BOUND}, "
+            f"refit / (raw + reload) <= {REFIT_BOUND})"
+        )
+    return 1 if missed else 0
+
+
+def _row(name: str, result: dict[str, Any]) -> list[str]:
+    middle, fastest = result["median"], result["fastest"]
+    seconds = ("raw_s", "reload_s", "transport_s", "gathering_transport_s", "refit/total_s")
     return [
         name,
-        f"{values['megabytes']:.1f}",
-        *(f"{values[key]:.3f}" for key in ("raw_s", "reload_s", "refit/total_s", "refit/transfer_s")),
-        f"{values['ratio']:.2f}",
+        *(f"{middle[key]:.2f}" for key in seconds),
+        *(f"{middle[key]:.2f} ({fastest[key]:.2f})" for key in ("transport_ratio", "refit_ratio")),
+        f"{result['peak_bytes'] / 2**20:.0f}",
     ]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -164,7 +164,6 @@ class MegatronPolicy:
         self.trained.flush()
         return export_hf_weights(self.trained.chunks, self.trained.weight_map, only_rank_0=True)
 
-
     def parameters_hash(self) -> str:
         """Changes if and only if a parameter does; the same on every rank."""
         return self.trained.parameters_hash()

@@ -77,6 +77,9 @@ class BroadcastRefit:
     def push(self, *, version: int) -> Metrics:
         """Returns `refit/...` metrics on rank 0, nothing elsewhere. Raises: RefitError on every rank.
 
+        `drain_s` is the engines' pause, `transfer_s` gathers, broadcasts and the engines' loading, which go on at the
+        same time, and `pause_s` how long no request was served.
+
         After a failure the engines stay paused. A further `push` forms a new generation of the group and
         sends everything again, which repairs them.
         """
@@ -92,12 +95,14 @@ class BroadcastRefit:
         ended = time.monotonic()
         if self._sink is None:
             return {}
+        num_bytes = sum(meta.num_bytes for meta in self._source.weight_metadata())
         return {
             "refit/drain_s": paused - joined,
             "refit/transfer_s": sent - paused,
             "refit/pause_s": ended - joined,
             "refit/total_s": ended - started,
-            "refit/bytes": float(sum(meta.num_bytes for meta in self._source.weight_metadata())),
+            "refit/bytes": float(num_bytes),
+            "refit/transfer_gb_per_s": num_bytes / 1e9 / (sent - paused),
         }
 
     def close(self) -> None:

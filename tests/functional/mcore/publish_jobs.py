@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.peak_memory import peak_bytes
 from megatron_ppo.mcore.policy import MegatronPolicy
 from megatron_ppo.mcore.weights import export_hf_weights
 from megatron_ppo.refit.agreement import agreement_over
@@ -44,8 +43,8 @@ def publish(
         stack.callback(refit.close)
         refit.push(version=0)
         policy.update([random_batch()])
-        peak_bytes = peak_of(lambda: refit.push(version=1))
-        whole_bytes = peak_of(lambda: list(policy.full_weights()))
+        peak = peak_bytes(lambda: refit.push(version=1))
+        whole = peak_bytes(lambda: list(policy.full_weights()))
         exported = export_hf_weights(policy.trained.chunks, policy.trained.weight_map)
         expected = {
             meta.name: tensor_hash(tensor)
@@ -54,24 +53,6 @@ def publish(
         return {
             "expected": expected,
             "received": fleet.hashes if fleet else None,
-            "peak_bytes": peak_bytes,
-            "whole_bytes": whole_bytes,
+            "peak_bytes": peak,
+            "whole_bytes": whole,
         }
-
-
-def peak_of(action: Callable[[], object]) -> int:
-    """Most bytes of tensors that `action` had allocated at once, by torch's own allocator."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        result = action()
-        del result
-    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-    changes = sorted(
-        (event.start_ns(), event.nbytes())
-        for event in profiler.profiler.kineto_results.events()
-        if event.name() == "[memory]"
-    )
-    live = peak = 0
-    for _, num_bytes in changes:
-        live += num_bytes
-        peak = max(peak, live)
-    return peak

@@ -161,6 +161,8 @@ def test_every_engine_holds_the_sources_bits_after_every_push():
         _assert_holds(fleet, ranks.sources[0])
         assert on_rank_0["refit/bytes"] == sum(t.numel() * 4 for t in ranks.sources[0].tensors().values())
         assert on_rank_0["refit/total_s"] >= on_rank_0["refit/pause_s"] >= on_rank_0["refit/transfer_s"] > 0
+        rate = on_rank_0["refit/bytes"] / 1e9 / on_rank_0["refit/transfer_s"]
+        assert on_rank_0["refit/transfer_gb_per_s"] == pytest.approx(rate)
         assert on_rank_1 == {}
     assert fleet.calls == [
         "join 1",
