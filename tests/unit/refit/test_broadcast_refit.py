@@ -71,6 +71,7 @@ class Fleet:
         self.held: list[dict[str, Tensor]] = [{} for _ in range(engines)]
         self.calls: list[str] = []
         self.break_engine_at: int | None = None
+        self.late_s: dict[int, float] = {}
         self._groups: list[BroadcastGroup] = []
         self._pool = ThreadPoolExecutor(2 * engines)
 
@@ -80,6 +81,7 @@ class Fleet:
         self._groups = []
 
         def join(rank: int) -> None:
+            time.sleep(self.late_s.get(rank - spec.rank_offset, 0.0))
             self._groups.append(BroadcastGroup(spec, rank=rank, device=CPU))
 
         return Calls([self._pool.submit(join, spec.rank_offset + i) for i in range(len(self.worker_names))])
@@ -124,16 +126,16 @@ class Meeting:
 class Ranks:
     """Two trainer ranks, each with its own view of the source."""
 
-    def __init__(self, fleet: Fleet, **kwargs: object) -> None:
+    def __init__(self, fleet: Fleet, *, timeout_s: float = TIMEOUT_S, **kwargs: object) -> None:
         meeting = Meeting(2)
         self.sources = [Source(), Source()]
         self._refits = [
             BroadcastRefit(
                 source=self.sources[rank],
                 sink=None if rank else fleet,
-                store=None if rank else BroadcastStore(timeout_s=TIMEOUT_S),
+                store=None if rank else BroadcastStore(timeout_s=timeout_s),
                 bucket_bytes=500,
-                timeout_s=TIMEOUT_S,
+                timeout_s=timeout_s,
                 agree=meeting.of(rank),
                 **kwargs,
             )
@@ -206,6 +208,22 @@ def test_a_push_after_a_failed_one_forms_a_new_generation_and_repairs_the_engine
         "join 2",
         "commit 2 recompute=False",
     ]
+    _assert_holds(fleet, ranks.sources[0])
+
+
+def test_an_engine_that_joins_late_fails_the_refit_in_time_on_every_rank_and_is_in_the_next():
+    fleet = Fleet()
+    fleet.late_s = {1: 6.0}
+    ranks = Ranks(fleet, timeout_s=1.0)
+    started = time.monotonic()
+    for future in ranks.push(1):
+        with pytest.raises(RefitError, match=r"while joining the refit group: .*missing engine 1"):
+            future.result()
+    assert time.monotonic() - started < 5, "the refit waited for the late engine"
+    assert fleet.calls == ["join 1"], "the engines were not paused for a group that does not exist"
+    fleet.late_s = {}
+    for future in ranks.push(2):
+        future.result()
     _assert_holds(fleet, ranks.sources[0])
 
 
