@@ -19,7 +19,7 @@ import os
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
@@ -43,6 +43,7 @@ from megatron_ppo.protocol.weights import RefitGroupSpec, WeightManifest
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 RefitMode = Literal["drain", "keep"]
 _WATCH_PERIOD_S = 0.5
 _PREPARING_POLL_S = 0.005
@@ -272,7 +273,8 @@ class VllmEngine:
     async def join_refit_group(self, spec: RefitGroupSpec) -> None:
         """Every worker joins the group; returns when all members of it are there. Raises: RefitError."""
         async with self._refit_errors("joining the refit group"):
-            await self._live().init_weight_transfer_engine(WeightTransferInitRequest(init_info=asdict(spec)))
+            request = WeightTransferInitRequest(init_info=asdict(spec))
+            await self._while_alive(self._live().init_weight_transfer_engine(request))
 
     async def begin_refit(self, *, mode: RefitMode, timeout_s: float) -> None:
         """Stop sampling so that weights can change.
@@ -292,7 +294,7 @@ class VllmEngine:
             # refit on blocks of the old weights.
             while unregistered_requests(llm, self._inside):
                 await asyncio.sleep(_PREPARING_POLL_S)
-            await llm.pause_generation(mode="keep", clear_cache=False)
+            await self._while_alive(llm.pause_generation(mode="keep", clear_cache=False))
             if restart := unstarted_requests(llm, self._inside):
                 self._to_restart |= restart
                 await llm.abort(restart)
@@ -315,9 +317,10 @@ class VllmEngine:
         }
         self._weights_complete = False
         async with self._refit_errors("receiving weights"):
-            await llm.start_weight_update()
-            await llm.update_weights(WeightTransferUpdateRequest(update_info=update))
-            await llm.finish_weight_update()
+            await self._while_alive(llm.start_weight_update())
+            request = WeightTransferUpdateRequest(update_info=update)
+            await self._while_alive(llm.update_weights(request))
+            await self._while_alive(llm.finish_weight_update())
         self._weights_complete = True
 
     async def commit_refit(self, *, version: int, recompute_kv: bool) -> None:
@@ -333,10 +336,10 @@ class VllmEngine:
         llm = self._live()
         clear_running = recompute_kv or self._refit_mode == "drain"
         async with self._refit_errors(f"switching to version {version}"):
-            await llm.update_weight_version(version_name(version))
+            await self._while_alive(llm.update_weight_version(version_name(version)))
             # With requests that keep their blocks this does nothing; the new salt hides the old blocks then.
-            await llm.reset_prefix_cache(reset_running_requests=clear_running)
-            await llm.resume_generation()
+            await self._while_alive(llm.reset_prefix_cache(reset_running_requests=clear_running))
+            await self._while_alive(llm.resume_generation())
         self._version = version
         self._refits += 1
         self._refit_mode = None
@@ -356,6 +359,18 @@ class VllmEngine:
         except Exception as error:  # worker errors cross vLLM's RPC as plain Exception
             self._live()
             raise RefitError(f"the engine failed while {doing}: {error}") from error
+
+    async def _while_alive(self, call: Coroutine[Any, Any, T]) -> T:
+        """The result of a control call. vLLM (0.32) answers none that is open when its core dies."""
+        task = asyncio.create_task(call)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=_WATCH_PERIOD_S)
+                if not task.done():
+                    self._live()
+            return task.result()
+        finally:
+            task.cancel()
 
     def _live(self) -> AsyncLLM:
         if self._llm is None:

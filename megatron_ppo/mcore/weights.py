@@ -307,16 +307,21 @@ class _ToRank0(_ToEveryRank):
     def gathered(self, shard: Tensor, *, whole: bool) -> Tensor | None:
         """[T, *shard] on the first rank of the tensor group, None on the others."""
         parallel = self._parallel
-        is_first = parallel.tp_rank == 0
         if whole or parallel.tp_size == 1:
-            return shard.unsqueeze(0) if is_first else None
-        stack = shard.new_empty((parallel.tp_size, *shard.shape)) if is_first else None
-        dist.gather(
-            shard.contiguous(),
-            None if stack is None else list(stack.unbind()),
-            group=parallel.tensor,
-            group_dst=0,
-        )
+            return shard.unsqueeze(0) if parallel.tp_rank == 0 else None
+        if parallel.tp_rank != 0:
+            dist.send(shard.contiguous(), group=parallel.tensor, group_dst=0)
+            return None
+        # Not dist.gather: over gloo it receives into a second copy of everything.
+        stack = shard.new_empty((parallel.tp_size, *shard.shape))
+        arriving = [
+            dist.irecv(stack[rank], group=parallel.tensor, group_src=rank)
+            for rank in range(1, parallel.tp_size)
+        ]
+        stack[0] = shard
+        for work in arriving:
+            assert work is not None
+            work.wait()
         return stack
 
     def delivered(

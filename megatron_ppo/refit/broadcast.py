@@ -135,7 +135,12 @@ class BroadcastRefit:
         )
         joining = self._sink.join_refit_group(spec)
         self._group = BroadcastGroup(
-            spec, rank=SENDER_RANK, device=self._device, store=self._store, receiver_names=names
+            spec,
+            rank=SENDER_RANK,
+            device=self._device,
+            store=self._store,
+            receiver_names=names,
+            check_peers=joining.raise_if_failed,
         )
         joining.wait(timeout_s=self._timeout_s)
 

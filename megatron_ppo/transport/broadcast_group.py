@@ -42,6 +42,9 @@ _ABANDONED = "abandoned"
 _JOINED = "joined"
 _ABANDONED_LOOK_S = 0.5
 _CAUSE_GRACE_S = 3.0
+# A healthy receiver also waits for one that stands still. The sender, which knows who that is, gives up first.
+_RECEIVER_PATIENCE = 1.25
+_BACKEND_PATIENCE = 2.0
 
 CheckPeers = Callable[[], None]
 
@@ -102,6 +105,7 @@ class BroadcastGroup:
         device: where the broadcast buffers live.
         store: the master store in the sender's process; None connects to it.
         receiver_names: what the sender's errors call the receivers, the one of rank 1 first.
+        check_peers: called while the sender waits for the receivers; raises when one is known to have failed.
 
     Raises: RefitError when not all members arrive within `spec.timeout_s`.
     """
@@ -114,12 +118,14 @@ class BroadcastGroup:
         device: torch.device,
         store: BroadcastStore | None = None,
         receiver_names: Sequence[str] = (),
+        check_peers: CheckPeers | None = None,
     ) -> None:
         self.spec = spec
         self.rank = rank
         self.device = device
+        self._limit_s = spec.timeout_s * (1.0 if rank == SENDER_RANK else _RECEIVER_PATIENCE)
         self._receiver_names = tuple(receiver_names)
-        timeout = timedelta(seconds=spec.timeout_s)
+        timeout = timedelta(seconds=self._limit_s)
         present: dist.Store | None = None
         try:
             tcp_store = (
@@ -127,8 +133,13 @@ class BroadcastGroup:
             )
             self._store = present = dist.PrefixStore(f"refit_{spec.generation}", tcp_store)
             present.set(f"{_JOINED}/{rank}", "")
-            self._group: dist.ProcessGroup | None = _process_group(spec, self._store, rank, device)
-        except RuntimeError as error:  # DistStoreError and gloo's errors both derive from it
+            if store is not None:
+                # Connecting waits without looking at anything else, so it begins when all are there.
+                keys = [f"{_JOINED}/{receiver}" for receiver in range(1, spec.world_size)]
+                self._poll(lambda: not keys or present.check(keys), "all receivers to join", check_peers)
+            self._group: dist.ProcessGroup | None = _process_group(spec, present, rank, device)
+        # DistStoreError and gloo's errors derive from RuntimeError
+        except (RuntimeError, WaitTimeoutError) as error:
             absent = "" if present is None or store is None else self._without(present, _JOINED, "missing")
             raise RefitError(
                 f"rank {rank} could not join refit group generation {spec.generation} of {spec.world_size} "
@@ -305,10 +316,10 @@ class BroadcastGroup:
                     raise RefitError(
                         f"refit group generation {self.spec.generation} was abandoned by {reason}"
                     )
-            if waited_s > self.spec.timeout_s:
+            if waited_s > self._limit_s:
                 raise WaitTimeoutError(
                     f"refit group rank {self.rank}, generation {self.spec.generation}: "
-                    f"waited {waited_s:.0f} s for {what}; the limit is {self.spec.timeout_s:.0f} s"
+                    f"waited {waited_s:.0f} s for {what}; the limit is {self._limit_s:.0f} s"
                 )
             if sleeps:
                 time.sleep(min(max(_POLL_MIN_S, _POLL_SHARE * waited_s), _POLL_MAX_S))
@@ -360,11 +371,12 @@ def _gloo_is_done(work: dist.Work) -> bool:
 def _process_group(
     spec: RefitGroupSpec, store: dist.Store, rank: int, device: torch.device
 ) -> dist.ProcessGroup:
-    timeout = timedelta(seconds=spec.timeout_s)
+    # Later than this module's own limits, whose errors say more: gloo closes connections at its own, and NCCL's
+    # watchdog ends the whole process.
+    timeout = timedelta(seconds=_BACKEND_PATIENCE * spec.timeout_s)
     if spec.backend == "nccl":
         nccl = dist.ProcessGroupNCCL.Options()
-        # Later than this module's own limit, because NCCL's watchdog ends the whole process instead of raising.
-        nccl._timeout = 2 * timeout
+        nccl._timeout = timeout
         torch.cuda.set_device(device)
         return dist.ProcessGroupNCCL(store, rank, spec.world_size, nccl)
     if spec.backend != "gloo":

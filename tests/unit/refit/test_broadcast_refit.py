@@ -71,17 +71,21 @@ class Fleet:
         self.held: list[dict[str, Tensor]] = [{} for _ in range(engines)]
         self.calls: list[str] = []
         self.break_engine_at: int | None = None
-        self.late_s: dict[int, float] = {}
+        self.second_may_join = threading.Event()
+        self.second_may_join.set()
         self._groups: list[BroadcastGroup] = []
         self._pool = ThreadPoolExecutor(2 * engines)
 
     def join_refit_group(self, spec: RefitGroupSpec) -> Calls:
         self.calls.append(f"join {spec.generation}")
         assert spec.world_size == 1 + len(self.worker_names)
+        for group in self._groups:
+            group.close()
         self._groups = []
 
         def join(rank: int) -> None:
-            time.sleep(self.late_s.get(rank - spec.rank_offset, 0.0))
+            if rank == spec.rank_offset + 1:
+                self.second_may_join.wait(TIMEOUT_S)
             self._groups.append(BroadcastGroup(spec, rank=rank, device=CPU))
 
         return Calls([self._pool.submit(join, spec.rank_offset + i) for i in range(len(self.worker_names))])
@@ -213,15 +217,15 @@ def test_a_push_after_a_failed_one_forms_a_new_generation_and_repairs_the_engine
 
 def test_an_engine_that_joins_late_fails_the_refit_in_time_on_every_rank_and_is_in_the_next():
     fleet = Fleet()
-    fleet.late_s = {1: 6.0}
-    ranks = Ranks(fleet, timeout_s=1.0)
+    fleet.second_may_join.clear()
+    ranks = Ranks(fleet, timeout_s=3.0)
     started = time.monotonic()
     for future in ranks.push(1):
         with pytest.raises(RefitError, match=r"while joining the refit group: .*missing engine 1"):
             future.result()
-    assert time.monotonic() - started < 5, "the refit waited for the late engine"
+    assert time.monotonic() - started < TIMEOUT_S / 2, "the refit waited for the late engine"
     assert fleet.calls == ["join 1"], "the engines were not paused for a group that does not exist"
-    fleet.late_s = {}
+    fleet.second_may_join.set()
     for future in ranks.push(2):
         future.result()
     _assert_holds(fleet, ranks.sources[0])
