@@ -113,6 +113,7 @@ class EngineRig:
         *,
         in_flight: bool = False,
         recompute_kv: bool = False,
+        verify_checksum: bool = False,
         timeout_s: float = TIMEOUT_S,
     ) -> Iterator[BroadcastRefit]:
         """A refit over a group of its own."""
@@ -122,6 +123,7 @@ class EngineRig:
             sink=self.fleet,
             store=store,
             bucket_bytes=BUCKET_BYTES,
+            verify_checksum=verify_checksum,
             in_flight=in_flight,
             recompute_kv=recompute_kv,
             timeout_s=timeout_s,

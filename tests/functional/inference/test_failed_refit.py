@@ -12,7 +12,7 @@ import torch
 
 from megatron_ppo.protocol.errors import GenerationError, RefitError
 from megatron_ppo.protocol.weights import WeightManifest
-from megatron_ppo.transport.broadcast_group import BroadcastGroup, BroadcastStore
+from megatron_ppo.transport.broadcast_group import BroadcastGroup, BroadcastStore, PendingBroadcast
 from tests.functional.inference.hf_oracle import BUCKET_BYTES, TOLERANCE_NATS, HfSource, worst_difference
 
 if TYPE_CHECKING:
@@ -128,3 +128,25 @@ def test_a_manifest_without_some_parameters_is_refused_and_named(rig: EngineRig,
         refit.push(version=rig.version + 1)
     _assert_paused(rig)
     _assert_serves(rig, rig.models[1], rig.publish(rig.models[1]))
+
+
+def test_a_bit_that_flips_on_the_way_is_found_and_nothing_is_served_before_the_next_refit(
+    rig: EngineRig, monkeypatch: pytest.MonkeyPatch
+):
+    start = BroadcastGroup.start
+
+    def flipping(group: BroadcastGroup, buffer: torch.Tensor) -> PendingBroadcast:
+        if group.rank == 0:
+            buffer = buffer.clone()
+            buffer[7] ^= 1
+        return start(group, buffer)
+
+    with rig.refit(HfSource(rig.models[1]), verify_checksum=True) as refit:
+        with monkeypatch.context() as patch:
+            patch.setattr(BroadcastGroup, "start", flipping)
+            with pytest.raises(RefitError, match=r"tensor model\.embed_tokens\.weight arrived changed"):
+                refit.push(version=rig.version + 1)
+        _assert_paused(rig)
+        rig.version += 1
+        refit.push(version=rig.version)
+    _assert_serves(rig, rig.models[1], rig.version)
