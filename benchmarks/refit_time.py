@@ -45,7 +45,7 @@ from megatron_ppo.refit.agreement import agreement_over
 from megatron_ppo.refit.broadcast import BroadcastRefit
 from megatron_ppo.telemetry.process_log import redirect_process_output
 from megatron_ppo.transport.broadcast_group import BroadcastGroup, BroadcastStore
-from megatron_ppo.transport.streams import manifest_for, send_stream
+from megatron_ppo.transport.streams import broadcast_sizes, manifest_for, send_stream
 
 TIMEOUT_S = 120.0
 RANKS = 2
@@ -264,7 +264,7 @@ class _Sender:
         self._manifest = manifest_for(policy.weight_metadata(), staging_bytes=job.staging_bytes)
         self.num_bytes = sum(meta.num_bytes for meta in policy.weight_metadata())
         members = 1 + len(group.worker_names)
-        sizes = [bucket.num_bytes for bucket in self._manifest.buckets()]
+        sizes = broadcast_sizes(self._manifest)
         self._store = dist.TCPStore(
             "127.0.0.1", 0, None, is_master=True, timeout=timedelta(seconds=TIMEOUT_S), wait_for_workers=False
         )

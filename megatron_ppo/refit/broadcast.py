@@ -37,7 +37,7 @@ class BroadcastRefit:
         store: the rendezvous, kept for the whole run; on rank 0 only, None elsewhere.
         device: where the weights are broadcast from: "cuda" with NCCL, "cpu" with gloo.
         bucket_bytes: staging memory of the sender; one broadcast carries a half of it, the other half is filled
-            meanwhile. A larger tensor travels alone, from the source's memory.
+            meanwhile. A larger tensor travels in pieces.
         verify_checksum: the engines compare a checksum of every tensor before they load it.
         in_flight: freeze running requests instead of letting them finish first.
         recompute_kv: frozen requests rebuild their key-value cache under the new weights.

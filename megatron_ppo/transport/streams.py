@@ -4,7 +4,8 @@ The sender fills one half of its staging memory while the other half travels; a 
 caller while bucket k + 1 arrives. Driven by `refit.broadcast` and `inference.worker_extension`.
 
 Invariant: the sender holds `staging_bytes` and what its source holds, never more; a tensor that is larger than a
-half travels from the source's own memory. A receiver holds two buckets besides those whose views are in use.
+half travels in pieces. The transport never refers to the source's memory, since it lets go of a buffer only some time
+after its broadcast. A receiver holds two buckets besides those whose views are in use.
 """
 
 from __future__ import annotations
@@ -46,21 +47,24 @@ def send_stream(
     group.offer_manifest(manifest.digest(), check_peers=check_peers)
     in_flight: deque[PendingBroadcast] = deque()
     halves = _Halves(manifest, group.device)
-    for index, bucket in enumerate(manifest.buckets()):
+
+    def staged() -> Tensor:
         if len(in_flight) == _HALVES:
             in_flight.popleft().wait(check_peers=check_peers)
-        if bucket.num_bytes > manifest.bucket_bytes:
-            # Waited for at once: the source may gather its next tensor only when this one is gone.
-            payload = payload_of(next_tensor(tensors, bucket.tensors[0]), group.device)
+        return halves.next()
+
+    for index, bucket in enumerate(manifest.buckets()):
+        if bucket.num_bytes <= manifest.bucket_bytes:
+            payload = pack_bucket(bucket, tensors, staged())
             _publish_checksums(group, manifest, index, bucket, payload)
             in_flight.append(group.start(payload))
-            del payload
-            while in_flight:
-                in_flight.popleft().wait(check_peers=check_peers)
             continue
-        payload = pack_bucket(bucket, tensors, halves.next())
+        payload = payload_of(next_tensor(tensors, bucket.tensors[0]), group.device)
         _publish_checksums(group, manifest, index, bucket, payload)
-        in_flight.append(group.start(payload))
+        for start in range(0, bucket.num_bytes, manifest.bucket_bytes):
+            piece = payload[start : start + manifest.bucket_bytes]
+            in_flight.append(group.start(staged()[: piece.numel()].copy_(piece)))
+        del payload, piece  # before the source gathers its next tensor
     while in_flight:
         in_flight.popleft().wait(check_peers=check_peers)
 
@@ -74,29 +78,50 @@ def receive_stream(group: BroadcastGroup, manifest: WeightManifest) -> Iterator[
     """
     group.accept_manifest(manifest.digest())
     buckets = list(manifest.buckets())
-    arriving = _arrive(group, buckets[0]) if buckets else None
+    arriving = _Arriving(group, manifest, buckets[0]) if buckets else None
     for index, bucket in enumerate(buckets):
         if arriving is None:
             raise AssertionError("a bucket is yielded before it was started")
         buffer = arriving.wait()
-        arriving = _arrive(group, buckets[index + 1]) if index + 1 < len(buckets) else None
+        following = buckets[index + 1] if index + 1 < len(buckets) else None
+        arriving = None if following is None else _Arriving(group, manifest, following)
         if manifest.verify_checksum:
             agree_on_checksums(group, index, bucket, checksums(bucket, buffer))
         yield views_of_bucket(bucket, buffer)
 
 
-def _arrive(group: BroadcastGroup, bucket: Bucket) -> PendingBroadcast:
-    # Fresh memory each time: the caller may keep views of older buckets.
-    return group.start(torch.empty(bucket.num_bytes, dtype=torch.uint8, device=group.device))
+def broadcast_sizes(manifest: WeightManifest) -> list[int]:
+    """Bytes of every broadcast of the manifest, in order."""
+    return [
+        min(manifest.bucket_bytes, bucket.num_bytes - start)
+        for bucket in manifest.buckets()
+        for start in range(0, bucket.num_bytes, manifest.bucket_bytes)
+    ]
+
+
+class _Arriving:
+    """A bucket on its way to a receiver, in one piece or several."""
+
+    def __init__(self, group: BroadcastGroup, manifest: WeightManifest, bucket: Bucket) -> None:
+        # Fresh memory each time: the caller may keep views of older buckets.
+        self._buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=group.device)
+        self._pieces = [group.start(piece) for piece in self._buffer.split(manifest.bucket_bytes)]
+
+    def wait(self) -> Tensor:
+        """uint8 [bucket.num_bytes]. Raises: as `PendingBroadcast.wait`."""
+        for piece in self._pieces:
+            piece.wait()
+        return self._buffer
 
 
 class _Halves:
-    """Two staging buffers, used in turn; each is as large as the largest bucket that is packed."""
+    """Two staging buffers, used in turn; each is as large as the largest broadcast."""
 
     def __init__(self, manifest: WeightManifest, device: torch.device) -> None:
-        packed = [b.num_bytes for b in manifest.buckets() if b.num_bytes <= manifest.bucket_bytes]
-        count = min(_HALVES, len(packed))
-        self._buffers = [torch.empty(max(packed), dtype=torch.uint8, device=device) for _ in range(count)]
+        sizes = broadcast_sizes(manifest)
+        self._buffers = [
+            torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in range(min(_HALVES, len(sizes)))
+        ]
         self._used = 0
 
     def next(self) -> Tensor:

@@ -19,7 +19,7 @@ PUBLISH = "tests.functional.mcore.publish_jobs:publish"
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 VPP2 = {"virtual_pipeline_model_parallel_size": 2}
-# Halves of 20 kB: q, k, v and o (16 kB) share or fill buckets; gate, up and down (49 kB) travel alone.
+# Halves of 20 kB: q, k, v and o (16 kB) share or fill buckets; gate, up and down (49 kB) travel in pieces.
 STAGING_BYTES = 40_000
 # Tensors of a few numbers in flight between the ranks of a refit; the layers have 210 kB.
 SMALL_BYTES = 2_000
