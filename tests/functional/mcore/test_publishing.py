@@ -18,6 +18,7 @@ pytestmark = pytest.mark.megatron
 PUBLISH = "tests.functional.mcore.publish_jobs:publish"
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
 VPP2 = {"virtual_pipeline_model_parallel_size": 2}
 # Halves of 20 kB: q, k, v and o (16 kB) share or fill buckets; gate, up and down (49 kB) travel in pieces.
 STAGING_BYTES = 40_000
@@ -33,6 +34,8 @@ ROWS: dict[str, tuple[int, dict[str, int], int, str]] = {
     "pp2, two receivers, tied": (2, PP2, 2, "qwen2_tied"),
     "pp2 of two chunks, one receiver": (2, PP2 | VPP2, 1, "qwen2_deep"),
     "dp2, one receiver": (2, {}, 1, "qwen2_deep"),
+    "ep2, one receiver": (2, EP2, 1, "qwen3_moe"),
+    "pp2 ep2, one receiver": (4, PP2 | EP2, 1, "qwen3_moe"),
     "tp2 pp2, two receivers": (4, TP2 | PP2, 2, "qwen2_deep"),
 }
 
