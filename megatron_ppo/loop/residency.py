@@ -64,8 +64,11 @@ class Movable(Protocol):
         """Bring `parts`, which are off, to the device. Gradients come back as zeros."""
         ...
 
-    def offload(self, parts: Parts) -> None:
-        """Free the device's memory of `parts`; of those that are off already, or half loaded, as well."""
+    def offload(self, parts: Parts, *, after_failure: bool = False) -> None:
+        """Free the device's memory of `parts`; of those that are off already, or half loaded, as well.
+
+        All ranks offload together, except `after_failure`, when the others may be anywhere: nothing is collective then.
+        """
         ...
 
 
@@ -73,7 +76,7 @@ class _Stationary:
     def load(self, parts: Parts) -> None:
         """Everything is where it always is."""
 
-    def offload(self, parts: Parts) -> None:
+    def offload(self, parts: Parts, *, after_failure: bool = False) -> None:
         """There is nowhere else to be."""
 
 
@@ -81,7 +84,7 @@ STATIONARY: Movable = _Stationary()
 
 
 class Residency:
-    """The schedule over the models of one rank. All ranks run the same one; no move is collective.
+    """The schedule over the models of one rank. All ranks run the same one.
 
     Args:
         models: the movable ones, none of them resident; the others are stationary. `built` adds further ones.
@@ -194,9 +197,9 @@ class Residency:
             self._resident[model] = parts
             self._movable(model).load(missing)
 
-    def _offload(self, model: Model, parts: Parts) -> None:
+    def _offload(self, model: Model, parts: Parts, *, after_failure: bool = False) -> None:
         self._before_move()
-        self._movable(model).offload(parts)
+        self._movable(model).offload(parts, after_failure=after_failure)
         left = self._resident[model] - parts
         if left:
             self._resident[model] = left
@@ -207,7 +210,7 @@ class Residency:
         """Nothing may stay behind, and the first error is the one to report."""
         for model, parts in self.resident.items():
             try:
-                self._offload(model, parts)
+                self._offload(model, parts, after_failure=True)
             except Exception as another:  # it stays counted as resident, so nothing else will be loaded
                 error.add_note(
                     f"and then the {model} could not leave the device: {type(another).__name__}: {another}"

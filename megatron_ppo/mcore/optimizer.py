@@ -143,6 +143,15 @@ def finish_param_gather(modules: Sequence[DistributedDataParallel]) -> None:
                 group.start_param_sync(force_sync=True)
 
 
+def is_communicating(modules: Sequence[DistributedDataParallel]) -> bool:
+    """Whether a reduction or gather was started on this rank and not waited for."""
+    return any(
+        group.param_gather_handle is not None or group.grad_reduce_handle is not None
+        for module in modules
+        for group in _bucket_groups(module)
+    )
+
+
 def _bucket_groups(module: DistributedDataParallel) -> list[Any]:
     return [*module.bucket_groups, *module.expert_parallel_bucket_groups]
 

@@ -76,11 +76,16 @@ class Residence:
         name: of the model, for messages.
         tensors: all tensors of each part, asked for at every offload (a checkpoint may have replaced some). A storage
             that an earlier part holds belongs to that one: parameters come first.
-        before: called before the first byte moves; completes communication that still uses the buffers.
+        before: called before the first byte leaves; ends communication that still uses the buffers. Its argument is
+            `after_failure`: whether that has to do without the other ranks.
     """
 
     def __init__(
-        self, name: str, tensors: Mapping[Part, TensorsOf], *, before: Callable[[], None] = lambda: None
+        self,
+        name: str,
+        tensors: Mapping[Part, TensorsOf],
+        *,
+        before: Callable[[bool], None] = lambda after_failure: None,
     ) -> None:
         self._name = name
         self._tensors = dict(tensors)
@@ -100,12 +105,15 @@ class Residence:
                 f"off are {' and '.join(sorted(absent))}"
             )
 
-    def offload(self, parts: Parts) -> None:
-        """Free the device's memory of `parts`; nothing happens to those that are off."""
+    def offload(self, parts: Parts, *, after_failure: bool = False) -> None:
+        """Free the device's memory of `parts`; nothing happens to those that are off.
+
+        Raises: ResidencyError after a failure, if a collective that would need the other ranks still uses the memory.
+        """
         leaving = [part for part in Part if part in parts and part not in self._away]
         if not leaving:
             return
-        self._before()
+        self._before(after_failure)
         _synchronise()
         owned = self._storages()
         # Everything is copied before anything is freed, so that a full host leaves the device as it was.

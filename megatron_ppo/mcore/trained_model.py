@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megatron_ppo.data.batch import TrainBatch
 from megatron_ppo.data.microbatch_plan import BatchPolicy, FixedSize, MicrobatchPlan, TokenBudget, plan
-from megatron_ppo.loop.residency import EVERYTHING, WEIGHTS
+from megatron_ppo.loop.residency import EVERYTHING, WEIGHTS, ResidencyError
 from megatron_ppo.mcore import forward, model, optimizer, platform
 from megatron_ppo.mcore.hf_config import HFModelConfig, read_hf_config
 from megatron_ppo.mcore.parallel import ParallelContext
@@ -154,8 +154,13 @@ class TrainedModel:
             before=self._before_move,
         )
 
-    def _before_move(self) -> None:
-        self.flush()
+    def _before_move(self, after_failure: bool) -> None:
+        if not after_failure:
+            self.flush()
+        elif optimizer.is_communicating(self.modules):
+            raise ResidencyError(
+                "a gradient reduction or parameter gather that other ranks may never join is on its way"
+            )
         # `.grad` of the optimizer's shards are views of the gradient buffer that outlive an update.
         self.optimizer.zero_grad()
 

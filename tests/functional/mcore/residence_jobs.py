@@ -105,6 +105,38 @@ def device_bytes(*, folder: str, precision: str) -> dict[str, Any]:
         return {**after, "per_part": per_part, "away": away, "messages": messages}
 
 
+def one_rank_leaves_alone(*, folder: str) -> dict[str, Any]:
+    """Rank 0 offloads after a failure that no other rank knows of, when a gather is due and when one runs."""
+    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    with context({}) as parallel:
+        model = build("policy", folder, parallel, **overlap)
+        model.update(
+            [random_batch()]
+        )  # parameters of the other rank's shard are one step old until the next gather
+        message = "nothing raised"
+        if parallel.everyone.rank() == 0:
+            model.residence.offload(EVERYTHING, after_failure=True)
+            model.residence.load(EVERYTHING)
+        model.residence.offload(frozenset({Part.OPTIMIZER}))  # together again, so the gather is made up for
+        model.residence.load(EVERYTHING)
+        (group, *_) = [g for module in model.trained.modules for g in module.bucket_groups]
+        group.start_param_sync()
+        assert group.param_gather_handle is not None
+        try:
+            model.residence.offload(EVERYTHING, after_failure=True)
+        except ResidencyError as error:
+            message = str(error)
+        present = model.residence.present
+        group.finish_param_sync(skip_next_bucket_dispatch=True)
+        stayed = build("policy", folder, parallel)
+        stayed.update([random_batch()])
+        return {
+            "message": message,
+            "present": present,
+            "hashes": (model.parameters_hash(), stayed.parameters_hash()),
+        }
+
+
 def gradients_come_back_as_zeros(*, folder: str) -> float:
     """The largest gradient after a move that followed an update."""
     with context({}) as parallel:

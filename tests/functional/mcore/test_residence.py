@@ -19,20 +19,30 @@ pytestmark = pytest.mark.megatron
 
 JOBS = "tests.functional.mcore.residence_jobs:"
 TP2 = {"tensor_model_parallel_size": 2}
+INTERLEAVED = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout", "precision"),
-    [("policy", {}, "fp32"), ("policy", {}, "bf16"), ("critic", TP2, "fp32")],
-    ids=["policy_dp2_fp32", "policy_dp2_bf16", "critic_tp2_fp32"],
+    ("kind", "layout", "changes"),
+    [
+        ("policy", {}, {}),
+        ("policy", {}, {"precision": "bf16"}),
+        ("policy", {}, OVERLAP),
+        ("critic", TP2, {}),
+        ("critic", INTERLEAVED, {}),
+    ],
+    ids=["policy_dp2", "policy_dp2_bf16", "policy_dp2_overlap", "critic_tp2", "critic_pp2_vpp2"],
 )
 def test_training_goes_on_bit_for_bit_when_everything_was_away_between_steps(
-    workers: WorkerGroup, tiny_model: Callable[[str], Path], kind: str, layout: dict[str, int], precision: str
+    workers: WorkerGroup,
+    tiny_model: Callable[[str], Path],
+    kind: str,
+    layout: dict[str, int],
+    changes: dict[str, Any],
 ) -> None:
-    folder = str(tiny_model("qwen2"))
-    ranks = workers.run(
-        JOBS + "moved_between_steps", kind=kind, folder=folder, layout=layout, precision=precision
-    )
+    folder = str(tiny_model("qwen2_deep" if layout == INTERLEAVED else "qwen2"))
+    ranks = workers.run(JOBS + "moved_between_steps", kind=kind, folder=folder, layout=layout, **changes)
     for seen in ranks:
         for moved, stayed in seen["metrics"]:
             assert moved == stayed
@@ -64,6 +74,15 @@ def test_a_model_that_is_away_holds_no_memory_of_its_device_and_says_so_when_use
     }
     for doing, message in seen["messages"].items():
         assert message.startswith(doing) and "policy" in message and "parameters" in message
+
+
+def test_a_rank_that_failed_alone_waits_for_nobody_and_frees_nothing_that_a_gather_still_writes(
+    workers: WorkerGroup, tiny_model: Callable[[str], Path]
+) -> None:
+    for seen in workers.run(JOBS + "one_rank_leaves_alone", folder=str(tiny_model("qwen2")), timeout_s=60.0):
+        assert "other ranks may never join" in seen["message"]
+        assert len(seen["present"]) == 3
+        assert seen["hashes"][0] == seen["hashes"][1]
 
 
 def test_gradients_come_back_as_zeros(workers: WorkerGroup, tiny_model: Callable[[str], Path]) -> None:

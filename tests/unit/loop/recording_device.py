@@ -32,6 +32,7 @@ class Device:
     Attributes:
         moves: ("load" or "offload", model, parts), in order, of those that succeeded.
         notes: every move and every use, in words.   being_read: models that a checkpoint still copies.
+        left_alone: models that left without waiting for the other ranks.
     """
 
     def __init__(self, *, fault_at: int | None = None, stuck: bool = False) -> None:
@@ -42,6 +43,7 @@ class Device:
         self.notes: list[str] = []
         self.faults: list[str] = []
         self.being_read: set[Model] = set()
+        self.left_alone: set[Model] = set()
 
     def operation(self, note: str) -> None:
         """One thing that can fail."""
@@ -83,9 +85,11 @@ class Recorded:
         device.on[model] = present | parts
         device.moves.append(("load", model, parts))
 
-    def offload(self, parts: Parts) -> None:
+    def offload(self, parts: Parts, *, after_failure: bool = False) -> None:
         """See `Movable.offload`. One that fails leaves everything where it was."""
         device, model = self._device, self._model
+        assert after_failure or not device.faults, f"the {model} leaves collectively after a failure"
+        device.left_alone |= {model} if after_failure else set()
         assert not device.being_read, f"the {model} goes while a checkpoint reads {device.being_read}"
         device.operation(f"offload {model}: {','.join(sorted(parts))}")
         left = device.on.get(model, frozenset()) - parts

@@ -51,7 +51,7 @@ def with_everything_due(schedule: AsyncSchedule, **changes: Any) -> LoopSettings
 
 def assert_paired(device: Device) -> None:
     """Every part that came has gone, in that order, and nothing is there now."""
-    assert device.on == {}
+    assert device.on == {} and device.left_alone == set()
     held: dict[Model, set[Part]] = {model: set(Part) for model in Model}  # as built
     for kind, model, parts in device.moves:
         if kind == "load":
@@ -282,6 +282,7 @@ def test_a_failure_after_a_model_stayed_still_offloads_it() -> None:
             pass
         raise KeyError("between the update and the publish")
     assert device.on == {} and residency.resident == {}
+    assert device.left_alone == {Model.POLICY}
 
 
 def test_a_model_is_built_once_and_alone() -> None:
