@@ -6,6 +6,7 @@ import importlib.util
 import os
 
 import pytest
+from hypothesis import settings
 
 # Set before anything imports torch, ray or vllm; child processes inherit them. With more threads than free
 # cores, OpenMP barriers spin, which turns milliseconds into tenths of a second.
@@ -13,6 +14,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+# A time limit per example would judge the machine and its load; pytest has one per test.
+settings.register_profile("no_deadline", deadline=None)
+settings.load_profile("no_deadline")
 
 NEEDED_PACKAGE = {"vllm": "vllm", "megatron": "megatron.core", "ray": "ray"}
 

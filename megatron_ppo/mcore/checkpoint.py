@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megatron_ppo.loop.residency import Model, Residency
+from megatron_ppo.loop.residency import EVERYTHING, STATE, Model, Residency
 from megatron_ppo.mcore import platform
 from megatron_ppo.mcore.critic import MegatronCritic
 from megatron_ppo.mcore.policy import MegatronPolicy
@@ -142,6 +142,7 @@ def load_weights(path: Path, name: str, model: MegatronPolicy | MegatronCritic) 
     platform.install()
     from megatron_ppo.mcore import checkpoint_reader
 
+    model.trained.residence.require(EVERYTHING, "loading weights")
     checkpoint_reader.read_about(path, {name: _description(model)})
     # Without the optimizer's part: making its template touches its state.
     loaded = checkpoint_reader.load({name: _module_template(name, model.trained)}, path)
@@ -165,6 +166,7 @@ def _template(name: str, trained: TrainedModel, *, loading: bool) -> dict[str, A
     """Sharded state of one model: what is saved, or where loaded tensors go. Keys carry the model's name."""
     from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
+    trained.residence.require(STATE, "a checkpoint")
     metadata = _metadata(trained)
     module = _modules(trained, metadata)
     with _keeping_bucket_padding(trained.optimizer):

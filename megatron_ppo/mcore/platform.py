@@ -67,6 +67,7 @@ def install() -> None:
         with _compile_disabled():
             _patch_cuda_module()
             _patch_tensors()
+            _quiet_cuda_search()
             _import_megatron()
         _patch_megatron_rng()
         _patch_expert_dispatcher()
@@ -75,6 +76,13 @@ def install() -> None:
     _patch_recomputation()
     _patch_tied_checkpoint()
     _state["installed"] = True
+
+
+def _quiet_cuda_search() -> None:
+    """torch warns when it finds a CUDA compiler and no GPU, as Megatron's imports make it look; here that is normal."""
+    logging.getLogger("torch.utils.cpp_extension").addFilter(
+        lambda record: "No CUDA runtime is found" not in record.getMessage()
+    )
 
 
 def _import_megatron() -> None:
