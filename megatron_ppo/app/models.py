@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,15 @@ from megatron_ppo.config.derived import Derived, ParallelSizes
 from megatron_ppo.config.model_sections import SchedulerSection, TrainedModelSection
 from megatron_ppo.config.schema import RunConfig
 from megatron_ppo.config.targets import build, resolve
+from megatron_ppo.loop.checkpoint_folder import find_checkpoint
 from megatron_ppo.loop.residency import STATIONARY, Model, Residency
-from megatron_ppo.mcore.checkpoint import ModelCheckpoints
+from megatron_ppo.mcore.checkpoint import SUBFOLDER, ModelCheckpoints, load_weights
 from megatron_ppo.mcore.critic import MegatronCritic
 from megatron_ppo.mcore.parallel import ParallelContext
 from megatron_ppo.mcore.policy import MegatronPolicy
 from megatron_ppo.mcore.settings import OptimizerSettings, RecomputeSettings, SchedulerSettings
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +65,10 @@ def build_models(
         seed=config.run.seed,
         **_training(config.critic, derived.critic_scheduler_ticks),
     )
+    if config.critic.warm_start is not None:
+        checkpoint = find_checkpoint(Path(config.critic.warm_start))
+        logger.info("the critic starts from %s", checkpoint)
+        load_weights(checkpoint / SUBFOLDER, "critic", critic)
     residency.built(Model.CRITIC, critic.residence if moves else STATIONARY)
     return Models(policy=policy, critic=critic, residency=residency)
 

@@ -19,7 +19,7 @@ from megatron_ppo.config.messages import config_error
 from megatron_ppo.config.model_sections import ModelSource, ParallelismSection, TrainedModelSection
 from megatron_ppo.config.schema import RunConfig
 from megatron_ppo.config.targets import build, resolve
-from megatron_ppo.protocol.errors import ConfigError
+from megatron_ppo.protocol.errors import CheckpointError, ConfigError
 
 T = TypeVar("T")
 
@@ -32,6 +32,7 @@ _SCHEDULER = "megatron_ppo.mcore.settings.SchedulerSettings"
 _OVERLAP = "megatron_ppo.mcore.settings.OverlapSettings"
 _RECOMPUTE = "megatron_ppo.mcore.settings.RecomputeSettings"
 _CHECK_RUN_DIRECTORY = "megatron_ppo.telemetry.run_dir.check_base_dir"
+_FIND_CHECKPOINT = "megatron_ppo.loop.checkpoint_folder.find_checkpoint"
 _CHECK_CONTINUED_RUN = "megatron_ppo.telemetry.run_dir.check_continued_run"
 
 # Arguments of vLLM that have a key of their own, and those that would falsify which weights sampled a token.
@@ -78,6 +79,7 @@ def derive(
     for key, section in (("policy", config.policy), ("critic", config.critic)):
         findings.attempt(partial(_check_optimizer, config, key, section))
     findings.attempt(lambda: _check_run_directory(config))
+    findings.attempt(lambda: _check_warm_start(config))
     ranks = findings.attempt(lambda: _world_size(config, world_size))
     facts_of = partial(model_facts, may_be_absent=folders_may_be_absent)
     policy_model = findings.attempt(lambda: facts_of(config.policy.model, key="policy.model"))
@@ -434,6 +436,18 @@ def _check_run_directory(config: RunConfig) -> None:
         )
     else:
         resolve(_CHECK_CONTINUED_RUN)(Path(config.run.resume), name=config.run.name)
+
+
+def _check_warm_start(config: RunConfig) -> None:
+    path = config.critic.warm_start
+    if path is None:
+        return
+    if not Path(path).is_dir():
+        raise ConfigError(f"critic.warm_start: got {path!r}, which is not an existing folder")
+    try:
+        resolve(_FIND_CHECKPOINT)(Path(path))
+    except CheckpointError as error:
+        raise ConfigError(f"critic.warm_start: {error}") from error
 
 
 def _max_model_len(config: RunConfig, policy: ModelFacts) -> int:

@@ -193,3 +193,15 @@ class CriticSection(TrainedModelSection):
     target: Literal["megatron_ppo.mcore.critic.MegatronCritic"] = target_field(
         "megatron_ppo.mcore.critic.MegatronCritic"
     )
+    warm_start: str | None = setting(
+        None,
+        "Run folder or checkpoint folder of another run, saved in any layout, whose critic's weights this one starts "
+        "from; optimizer and schedule start anew. null starts from `model`.",
+        min_length=1,
+    )
+
+    def kwargs(self) -> dict[str, Any]:
+        """As for the policy; the app loads what `warm_start` names."""
+        kwargs = super(CriticSection, self).kwargs()
+        del kwargs["warm_start"]
+        return kwargs

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor,
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_ppo.mcore.checkpoint_writer import on_rank_zero
+from megatron_ppo.mcore.checkpoint_writer import COMMON_FILE, on_rank_zero
 from megatron_ppo.protocol.errors import CheckpointError
 
 _METADATA_FILE = ".metadata"
@@ -98,6 +98,10 @@ def _check_files(path: Path) -> None:
             raise CheckpointError(
                 f"{path} is torn: {file.name} has {file.stat().st_size} bytes; {index.fqn} ends at {end}"
             )
+    # 0.19.x saves the common state with the shards, 0.16.x in a file of its own, and stumbles over its absence.
+    with_shards = any(key.startswith("common_state") for key in metadata.state_dict_metadata)
+    if not with_shards and not (path / COMMON_FILE).is_file():
+        raise CheckpointError(f"{path} is torn: {COMMON_FILE} is missing")
     try:
         _common(path)
     except _UNREADABLE as error:

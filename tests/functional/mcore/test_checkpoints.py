@@ -248,7 +248,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "format lost": (lambda f: (f / "metadata.json").unlink(), ("metadata.json is missing",)),
     "format cut": (lambda f: _cut(f / "metadata.json"), ("metadata.json is no JSON",)),
     "common cut": (lambda f: _cut(f / "common.pt"), ("common",)),
-    "common lost": (lambda f: (f / "common.pt").unlink(), ("common",)),
+    "common lost": (lambda f: (f / "common.pt").unlink(), ("common.pt is missing",)),
     "everything lost": (shutil.rmtree, ("is missing",)),
 }
 
