@@ -202,6 +202,6 @@ class CriticSection(TrainedModelSection):
 
     def kwargs(self) -> dict[str, Any]:
         """As for the policy; the app loads what `warm_start` names."""
-        kwargs = super(CriticSection, self).kwargs()
+        kwargs = super().kwargs()
         del kwargs["warm_start"]
         return kwargs

@@ -461,6 +461,12 @@ def test_a_reward_model_is_for_the_critic_only(tmp_path: Path) -> None:
     assert derive(changed({"critic.model.path": str(folder)}), 1).critic_model.vocab_size == 64
 
 
+def test_a_critic_cannot_start_from_what_is_no_checkpoint(tmp_path: Path) -> None:
+    assert "not an existing folder" in refusal({"critic.warm_start": str(tmp_path / "nowhere")})
+    message = refusal({"critic.warm_start": str(tmp_path)})
+    assert "critic.warm_start" in message and "holds no complete checkpoint" in message
+
+
 def test_directory_of_another_experiment_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     message = refusal({"run.dir": str(tmp_path)})
