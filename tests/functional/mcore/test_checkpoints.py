@@ -175,7 +175,7 @@ def test_a_save_in_the_background_holds_the_step_at_which_it_began(
         assert_same(seen["results"]["background"], seen["results"]["synchronous"], exact=True)
 
 
-# What torch's AdamW needs (docs/adr): each answer of ours is taken away, and the test sees what it is for.
+# What torch's AdamW needs: each answer of ours is taken away, and the test sees what it is for.
 
 
 @pytest.fixture(scope="module")
