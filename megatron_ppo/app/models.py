@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from megatron_ppo.config.derived import Derived, ParallelSizes
+from megatron_ppo.config.derived import Derived, ParallelSizes, TokenBudgets
 from megatron_ppo.config.model_sections import SchedulerSection, TrainedModelSection
 from megatron_ppo.config.schema import RunConfig
 from megatron_ppo.config.targets import build, resolve
+from megatron_ppo.data.microbatch_plan import TokenBudget
 from megatron_ppo.loop.checkpoint_folder import find_checkpoint
 from megatron_ppo.loop.residency import STATIONARY, Model, Residency
 from megatron_ppo.mcore.checkpoint import SUBFOLDER, ModelCheckpoints, load_weights
@@ -53,7 +54,8 @@ def build_models(
         reference=derived.needs_reference,
         pad_token_id=pad_token_id,
         seed=config.run.seed,
-        **_training(config.policy, derived.policy_scheduler_ticks),
+        logprob_chunk_size=config.policy.logprob_chunk_size,
+        **_training(config.policy, derived.policy_scheduler_ticks, derived.policy_budgets),
     )
     residency.built(Model.POLICY, policy.residence if moves else STATIONARY)
     residency.built(Model.REFERENCE, policy.reference_residence if moves else STATIONARY)
@@ -63,7 +65,7 @@ def build_models(
         value_loss=build(config.value_loss),
         pad_token_id=pad_token_id,
         seed=config.run.seed,
-        **_training(config.critic, derived.critic_scheduler_ticks),
+        **_training(config.critic, derived.critic_scheduler_ticks, derived.critic_budgets),
     )
     if config.critic.warm_start is not None:
         checkpoint = find_checkpoint(Path(config.critic.warm_start))
@@ -85,8 +87,9 @@ def _context(sizes: ParallelSizes, section: TrainedModelSection, timeout_s: floa
     )
 
 
-def _training(section: TrainedModelSection, ticks: int) -> dict[str, Any]:
+def _training(section: TrainedModelSection, ticks: int, budgets: TokenBudgets | None) -> dict[str, Any]:
     return {
+        **_batches(budgets),
         "precision": section.precision,
         "transformer_impl": section.transformer_impl,
         "moe_aux_loss_coeff": section.moe_aux_loss_coeff,
@@ -98,6 +101,16 @@ def _training(section: TrainedModelSection, ticks: int) -> dict[str, Any]:
         "recompute": RecomputeSettings(**section.recompute.kwargs()),
         "optimizer": OptimizerSettings(**section.optimizer.model_dump()),
         "scheduler": _scheduler(section.scheduler, ticks),
+    }
+
+
+def _batches(budgets: TokenBudgets | None) -> dict[str, TokenBudget]:
+    if budgets is None:
+        return {}
+    shape = {"packed": budgets.packed, "multiple": budgets.multiple}
+    return {
+        "train_batches": TokenBudget(tokens=budgets.train, **shape),
+        "score_batches": TokenBudget(tokens=budgets.score, **shape),
     }
 
 

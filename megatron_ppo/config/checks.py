@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
-from megatron_ppo.config.derived import Derived, ModelFacts, ParallelSizes
+from megatron_ppo.config.batching import token_budgets
+from megatron_ppo.config.derived import Derived, ModelFacts, ParallelSizes, TokenBudgets
 from megatron_ppo.config.layout import layout, padding_advice
 from megatron_ppo.config.messages import config_error
 from megatron_ppo.config.model_sections import ModelSource, ParallelismSection, TrainedModelSection
@@ -93,6 +94,7 @@ def derive(
     ):
         findings.lines.extend(_expert_problems(key, section, model))
     layouts: list[ParallelSizes] = []
+    budgets: list[TokenBudgets | None] = []
     for key, section, model in (
         ("policy", config.policy, policy_model),
         ("critic", config.critic, critic_model),
@@ -106,6 +108,12 @@ def derive(
             if not problems and model is not None:
                 findings.attempt(partial(_check_cut, config, key, section, sizes))
             layouts.append(sizes)
+        if ranks is not None and policy_model is not None:
+            found, problems = token_budgets(
+                section, sizes, key=key, max_model_len=_max_model_len(config, policy_model)
+            )
+            findings.lines.extend(problems)
+            budgets.append(found)
     if findings.lines:
         raise config_error(list(dict.fromkeys(findings.lines)))
     assert (
@@ -117,6 +125,8 @@ def derive(
         world_size=layouts[0].world_size,
         policy=layouts[0],
         critic=layouts[1],
+        policy_budgets=budgets[0],
+        critic_budgets=budgets[1],
         policy_model=policy_model,
         critic_model=critic_model,
         schedule=schedule,

@@ -95,6 +95,7 @@ _PARALLELISM = (
     "expert_model_parallel_size",
     "sequence_parallel",
 )
+_BUDGET = ("enabled", "train_mb_tokens", "logprob_mb_tokens")
 _OPTIMIZER = ("lr", "min_lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "clip_grad")
 
 
@@ -149,6 +150,15 @@ def _model_rules(theirs: str, ours: str) -> Iterator[tuple[str, str, Converter]]
     yield f"{theirs}.precision", f"{ours}.precision", _precision
     yield f"{theirs}.train_micro_batch_size", f"{ours}.train_micro_batch_size", _same
     yield f"{theirs}.logprob_batch_size", f"{ours}.logprob_batch_size", _same
+    yield from (
+        (f"{theirs}.dynamic_batching.{key}", f"{ours}.dynamic_batching.{key}", _same)
+        for key in (*_BUDGET, "sequence_length_round")
+    )
+    yield from (
+        (f"{theirs}.sequence_packing.{key}", f"{ours}.sequence_packing.{key}", _same) for key in _BUDGET
+    )
+    if ours == "policy":
+        yield f"{theirs}.logprob_chunk_size", f"{ours}.logprob_chunk_size", _same
     yield f"{theirs}.max_grad_norm", f"{ours}.optimizer.clip_grad", float
     megatron = f"{theirs}.megatron_cfg"
     yield from ((f"{megatron}.{key}", f"{ours}.parallelism.{key}", _same) for key in _PARALLELISM)
@@ -169,6 +179,8 @@ _REASONS: dict[str, str] = {
     "checkpointing.enabled": "checkpoint.period 0 turns checkpoints off",
     "checkpointing.save_optimizer": "optimizers are always saved",
     "policy.generation.colocated.resources": "inference.replicas and tensor_parallel_size size the group",
+    "policy.sequence_packing.algorithm": "sequences go into the fullest microbatch that has room, the longest first",
+    "value.sequence_packing.algorithm": "as policy.sequence_packing.algorithm",
     "policy.tokenizer": "the tokenizer is the model folder's",
     "policy.max_total_sequence_length": "derived from data.max_prompt_tokens and inference.max_new_tokens",
     "data": "choose a task with data=…",

@@ -63,9 +63,31 @@ class ParallelSizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBudgets:
+    """Attributes:
+    train, score: positions of a microbatch, at most, in passes with and without gradient.
+    packed: sequences are laid end to end; else padded to the longest of their microbatch.
+    multiple: lengths are rounded up to it.
+    """
+
+    train: int
+    score: int
+    packed: bool
+    multiple: int
+
+    def __str__(self) -> str:
+        way = "packed" if self.packed else "padded"
+        return (
+            f"{self.train} tokens in training, {self.score} in scoring, {way}, lengths in multiples of "
+            f"{self.multiple}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Derived:
     """Attributes:
     world_size: trainer ranks.   policy, critic: their layouts.
+    policy_budgets, critic_budgets: tokens of their microbatches; None where the number of sequences is fixed.
     schedule: the staleness rule.   frontiers: highest target that may be reserved at steps 0, 1, ….
     sequences_per_step: N·G.   minibatches_per_epoch: optimizer steps per epoch of a step.
     buffer_capacity: groups.   max_concurrent_groups: groups in flight.
@@ -79,6 +101,8 @@ class Derived:
     world_size: int
     policy: ParallelSizes
     critic: ParallelSizes
+    policy_budgets: TokenBudgets | None
+    critic_budgets: TokenBudgets | None
     policy_model: ModelFacts
     critic_model: ModelFacts
     schedule: AsyncSchedule
@@ -108,6 +132,9 @@ class Derived:
                     "weight version at step 0, 1, …",
                     ", ".join(str(self.schedule.version_at(step)) for step in range(len(self.frontiers))),
                 )
+            elif field.name in ("policy_budgets", "critic_budgets"):
+                if value is not None:
+                    yield field.name, str(value)
             elif field.name != "warnings":
                 yield field.name, str(value)
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_ppo.config.batching import token_budgets
 from megatron_ppo.config.derived import Derived, ModelFacts, ParallelSizes
-from megatron_ppo.config.model_sections import TrainedModelSection
+from megatron_ppo.config.model_sections import PolicySection, TrainedModelSection
 from megatron_ppo.config.schema import RunConfig
 
 GIB = 2**30
@@ -86,7 +87,7 @@ class TrainerMemory:
         parameters: weights in the model's precision.   gradients: float32, whole (Megatron's gradient buffer).
         optimizer: this rank's share of two moments, and of main parameters for bfloat16, all float32.
         activations: kept for the backward pass of the microbatches in flight.
-        logits: of one microbatch, with their gradient and a float32 copy; 0 for the critic.
+        logits: of one microbatch, or one chunk of it, with their gradient and a float32 copy; 0 for the critic.
         reference: frozen copy of the initial weights.
     """
 
@@ -133,11 +134,14 @@ def trainer_memory(
     parameters = rank_parameters(model, sizes, value_head=value_head)
     width = _BYTES[section.precision]
     state = (2 if section.precision == "fp32" else 3) * _FLOAT32
-    tokens = section.train_micro_batch_size * -(-sequence_tokens // sizes.context)
+    budgets, _ = token_budgets(section, sizes, key="", max_model_len=sequence_tokens)
+    positions = section.train_micro_batch_size * sequence_tokens if budgets is None else budgets.train
+    tokens = -(-positions // sizes.context)
     logits = 0
     if not value_head:
         columns = _rounded_up(model.vocab_size, sizes.tensor) // sizes.tensor
-        logits = tokens * columns * (2 * width + _FLOAT32)
+        at_a_time = section.logprob_chunk_size if isinstance(section, PolicySection) else None
+        logits = min(tokens, at_a_time or tokens) * columns * (2 * width + _FLOAT32)
     return TrainerMemory(
         num_parameters=parameters,
         parameters=parameters * width,

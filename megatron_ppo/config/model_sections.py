@@ -128,6 +128,51 @@ class RecomputeSection(Section):
         return {**self.model_dump(), "modules": tuple(self.modules)}
 
 
+class DynamicBatchingSection(Section):
+    """Microbatches of as many sequences as a token budget holds, padded to the longest of them.
+
+    Shares of data-parallel ranks are balanced. Replaces `train_micro_batch_size` and `logprob_batch_size`.
+    """
+
+    enabled: bool = setting(False, "Whether microbatches are cut by tokens. Does not change the gradient.")
+    train_mb_tokens: int | None = setting(
+        None,
+        "Positions of a microbatch in training, padding included. null is max_model_len * train_micro_batch_size.",
+        unit="tokens",
+        ge=1,
+    )
+    logprob_mb_tokens: int | None = setting(
+        None,
+        "The same in forward-only passes. null is max_model_len * logprob_batch_size.",
+        unit="tokens",
+        ge=1,
+    )
+    sequence_length_round: int = setting(
+        64, "Padded lengths are multiples of it, so that few shapes occur.", unit="tokens", ge=1
+    )
+
+
+class SequencePackingSection(Section):
+    """Microbatches of sequences laid end to end, without padding but for what the layout needs to cut them.
+
+    Shares of data-parallel ranks are balanced. Replaces `train_micro_batch_size` and `logprob_batch_size`.
+    """
+
+    enabled: bool = setting(False, "Whether sequences are packed. Does not change the gradient.")
+    train_mb_tokens: int | None = setting(
+        None,
+        "Tokens of a microbatch in training. null is max_model_len * train_micro_batch_size.",
+        unit="tokens",
+        ge=1,
+    )
+    logprob_mb_tokens: int | None = setting(
+        None,
+        "The same in forward-only passes. null is max_model_len * logprob_batch_size.",
+        unit="tokens",
+        ge=1,
+    )
+
+
 class TrainedModelSection(BuiltSection):
     """What policy and critic have in common."""
 
@@ -173,10 +218,18 @@ class TrainedModelSection(BuiltSection):
     recompute: RecomputeSection = setting(
         doc="Activations computed twice to save memory.", default_factory=RecomputeSection
     )
+    dynamic_batching: DynamicBatchingSection = setting(
+        doc="Padded microbatches by a token budget.", default_factory=DynamicBatchingSection
+    )
+    sequence_packing: SequencePackingSection = setting(
+        doc="Packed microbatches by a token budget.", default_factory=SequencePackingSection
+    )
 
     def kwargs(self) -> dict[str, Any]:
-        """Constructor keywords; the app adds the model folder and the process groups."""
-        return self.model_dump(exclude={"target", "model", "parallelism"})
+        """Constructor keywords; the app adds the model folder, the process groups and the token budgets."""
+        return self.model_dump(
+            exclude={"target", "model", "parallelism", "dynamic_batching", "sequence_packing"}
+        )
 
 
 class PolicySection(TrainedModelSection):
@@ -184,6 +237,13 @@ class PolicySection(TrainedModelSection):
 
     target: Literal["megatron_ppo.mcore.policy.MegatronPolicy"] = target_field(
         "megatron_ppo.mcore.policy.MegatronPolicy"
+    )
+    logprob_chunk_size: int | None = setting(
+        None,
+        "Positions whose logits exist at a time, in training and scoring. null is a whole microbatch. Bounds "
+        "memory; training then computes the output layer twice.",
+        unit="tokens",
+        ge=1,
     )
 
 

@@ -97,6 +97,15 @@ _DOCUMENTED: tuple[tuple[str, type[BaseModel]], ...] = (
     ("gates.<name>", GateSection),
     ("gates.<name>.minus", GateReference),
 )
+# Sections that policy and critic have in common.
+_OF_EACH_MODEL = (
+    "parallelism",
+    "optimizer",
+    "scheduler",
+    "recompute",
+    "dynamic_batching",
+    "sequence_packing",
+)
 _NOTICE = "# Written by `make docs` from megatron_ppo/config: change the schema, not this file.\n"
 _WIDTH = 108
 
@@ -192,7 +201,7 @@ def _section_text(name: str, section: type[BaseModel]) -> Iterator[str]:
     nested = []
     for key, field in field_keys(section):
         inner = sections_of(field.annotation)
-        if inner and key in ("parallelism", "optimizer", "scheduler", "recompute"):
+        if inner and key in _OF_EACH_MODEL:
             nested.append((f"{name}.{key}", inner[0]))
             continue
         default = _default(field, key, section)
@@ -206,7 +215,8 @@ def _section_text(name: str, section: type[BaseModel]) -> Iterator[str]:
         yield f"### `{inner_name}`\n"
         yield from _section_text(inner_name, inner_section)
     if nested and name != "policy":
-        yield "`parallelism`, `optimizer`, `scheduler` and `recompute` have the keys of the policy's.\n"
+        *names, last = (f"`{key}`" for key in _OF_EACH_MODEL)
+        yield f"{', '.join(names)} and {last} have the keys of the policy's.\n"
 
 
 def _shown(value: object) -> str:

@@ -4,8 +4,8 @@ Pure arithmetic on lengths, driven by the model adapter before every training an
 the same lengths, so all compute the same plan, and each takes its share.
 
 Invariants: every row is in exactly one microbatch (in a scoring pass that has fewer rows than the ranks need,
-some are in several); all ranks have the same number of microbatches, a multiple of `microbatch_multiple`, and
-none of them is empty, because every rank takes part in every collective; under a token budget no microbatch
+some are in several); all ranks have the same number of microbatches, `fewest_microbatches` or more, and none
+of them is empty, because every rank takes part in every collective; under a token budget no microbatch
 has more positions than the budget. The same lengths give the same plan.
 
 Two ways to count the positions that a microbatch occupies: padded, rows * longest row; packed, the sum of the
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import bisect
 import heapq
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -101,21 +100,20 @@ def plan(
     *,
     data_parallel_size: int,
     policy: BatchPolicy,
-    microbatch_multiple: int = 1,
+    fewest_microbatches: int = 1,
     may_repeat: bool = False,
 ) -> MicrobatchPlan:
     """Share the rows of a batch out to data-parallel ranks and cut the shares into microbatches.
 
     Args:
         length_B: tokens of each row, >= 1.
-        microbatch_multiple: every rank's number of microbatches is a multiple of it (an interleaved pipeline
-            needs its size).
+        fewest_microbatches: of each rank (an interleaved pipeline needs one per stage).
         may_repeat: rows may be repeated when there are too few; only for passes whose results do not add up
             over rows.
     Raises: ValueError for an empty batch, a row longer than the budget, or (without `may_repeat`) rows that
         the data-parallel size does not divide or too few of them.
     """
-    _require_positive(data_parallel_size=data_parallel_size, microbatch_multiple=microbatch_multiple)
+    _require_positive(data_parallel_size=data_parallel_size, fewest_microbatches=fewest_microbatches)
     lengths = list(length_B)
     if not lengths:
         raise ValueError("cannot plan microbatches of an empty batch")
@@ -127,10 +125,9 @@ def plan(
         )
     size = [_round_up(length, policy.multiple) for length in lengths]
     if isinstance(policy, FixedSize):
-        shares = list(_contiguous(len(lengths), data_parallel_size, policy, microbatch_multiple, may_repeat))
+        shares = list(_contiguous(len(lengths), data_parallel_size, policy, fewest_microbatches, may_repeat))
     else:
-        count = data_parallel_size * microbatch_multiple
-        bins = _bins(size, policy, multiple=count, may_repeat=may_repeat)
+        bins = _bins(size, policy, data_parallel_size, fewest_microbatches, may_repeat)
         shares = _deal(bins, size, policy.packed, data_parallel_size)
     packed = isinstance(policy, TokenBudget) and policy.packed
     return MicrobatchPlan(
@@ -155,29 +152,27 @@ def _positions(rows: Sequence[int], size: Sequence[int], packed: bool) -> int:
 
 
 def _contiguous(
-    rows: int, ranks: int, policy: FixedSize, multiple: int, may_repeat: bool
+    rows: int, ranks: int, policy: FixedSize, fewest: int, may_repeat: bool
 ) -> Iterator[list[list[int]]]:
     share = -(-rows // ranks)
-    count = _round_up(-(-share // policy.sequences), multiple)
-    if count > share:
+    if share < fewest:
         if not may_repeat:
             raise ValueError(
-                f"{share} sequences per data-parallel rank cannot be cut into {count} microbatches, a "
-                f"multiple of {multiple}, of at most {policy.sequences} sequences"
+                f"{share} sequences per data-parallel rank cannot be cut into {fewest} microbatches, the "
+                "fewest that the pipeline takes"
             )
-        share = count
+        share = fewest
+    length = min(policy.sequences, share // fewest)
     for rank in range(ranks):
         # The last row stands in for those that are missing.
         mine = [min(row, rows - 1) for row in range(rank * share, (rank + 1) * share)]
-        if count == -(-share // policy.sequences):
-            yield [mine[start : start + policy.sequences] for start in range(0, share, policy.sequences)]
-        else:
-            cuts = [share * part // count for part in range(count + 1)]
-            yield [mine[start:end] for start, end in itertools.pairwise(cuts)]
+        yield [mine[start : start + length] for start in range(0, share, length)]
 
 
-def _bins(size: Sequence[int], policy: TokenBudget, *, multiple: int, may_repeat: bool) -> list[list[int]]:
-    """Microbatches of all ranks together, as many as a multiple of `multiple` and few."""
+def _bins(
+    size: Sequence[int], policy: TokenBudget, ranks: int, fewest: int, may_repeat: bool
+) -> list[list[int]]:
+    """Microbatches of all ranks together; as few as each rank can have the same number of."""
     longest = max(size)
     if longest > policy.tokens:
         raise ValueError(
@@ -187,12 +182,12 @@ def _bins(size: Sequence[int], policy: TokenBudget, *, multiple: int, may_repeat
     # Longest first; equal ones in the order of the batch.
     order = sorted(range(len(size)), key=lambda row: (-size[row], row))
     fit = _best_fit if policy.packed else _runs
-    count = _round_up(len(fit(order, size, policy.tokens)), multiple)
+    count = ranks * max(fewest, -(-len(fit(order, size, policy.tokens)) // ranks))
     if count > len(order):
         if not may_repeat:
             raise ValueError(
-                f"{len(order)} sequences cannot be cut into {count} microbatches, a multiple of {multiple} "
-                "(data-parallel size * microbatches that the pipeline takes at a time)"
+                f"{len(order)} sequences cannot be cut into {count} microbatches, {count // ranks} for each of "
+                f"{ranks} data-parallel ranks, the fewest that the pipeline takes"
             )
         order += [order[-1]] * (count - len(order))
     if policy.packed:

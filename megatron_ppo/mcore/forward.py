@@ -29,7 +29,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from megatron_ppo.data.batch import TrainBatch
-from megatron_ppo.data.microbatch_plan import MicrobatchPlan
+from megatron_ppo.data.microbatch_plan import BatchPolicy, MicrobatchPlan
 from megatron_ppo.mcore import platform
 from megatron_ppo.mcore.parallel import ParallelContext
 from megatron_ppo.mcore.schedule import microbatch_group_size
@@ -71,7 +71,7 @@ def token_pass(
     function: TokenFunction,
     *,
     plan: MicrobatchPlan,
-    packed: bool,
+    policy: BatchPolicy,
     pad_token_id: int,
 ) -> Tensor:
     """float32 [B, T] on the CPU, the same on every rank; 0 outside the response mask. No gradient.
@@ -80,7 +80,7 @@ def token_pass(
     the last pipeline stage to the others.
     """
     mine = microbatches(
-        batch, plan.shares[parallel.dp_rank], parallel, packed=packed, pad_token_id=pad_token_id
+        batch, plan.shares[parallel.dp_rank], parallel, policy=policy, pad_token_id=pad_token_id
     )
 
     def collect(microbatch: Microbatch, output: Tensor, non_loss_data: bool = False) -> Tensor:

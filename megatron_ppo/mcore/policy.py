@@ -5,7 +5,7 @@ Invariant: scoring and training compute the same function (dropout 0, same kerne
 before the first update of a step the PPO ratio is 1 up to rounding.
 
 Shape legend: B sequences, T token positions (right-padded); S rows that the model sees, L positions of a row on
-this rank (see `mcore.sequences`); V vocabulary entries of this rank.
+this rank (see `mcore.sequences`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from megatron_ppo.mcore.settings import (
     RecomputeSettings,
     SchedulerSettings,
 )
-from megatron_ppo.mcore.vocab_parallel import vocab_parallel_entropy, vocab_parallel_logprobs
 from megatron_ppo.mcore.weights import export_hf_weights, hf_weight_metadata
 from megatron_ppo.numerics.loss_output import LossCounts, LossOutput, share
 from megatron_ppo.numerics.loss_settings import PolicyLossSettings
@@ -41,6 +40,7 @@ from megatron_ppo.protocol.weights import TensorMeta
 from megatron_ppo.telemetry.accelerators import TransformerImpl
 
 if TYPE_CHECKING:
+    from megatron_ppo.mcore.language_head import LanguageHead
     from megatron_ppo.mcore.sequences import Microbatch
     from megatron_ppo.mcore.trained_model import TrainedModel
 
@@ -57,6 +57,8 @@ class MegatronPolicy:
             most. Neither changes a result, only memory and speed.
         train_batches, score_batches: other ways to cut a batch, in place of these two: by a token budget, padded
             or packed.
+        logprob_chunk_size: positions whose logits exist at a time, in training and scoring; None = all of a
+            microbatch. Bounds memory; training then computes the output layer twice.
         temperature: of sampling, > 0; log-probs and entropy are those of softmax(logits / temperature).
         overlap_grad_reduce, overlap_param_gather, ddp_bucket_size: see `OverlapSettings`.
         recompute: activations that the backward pass computes again; None = none.
@@ -85,6 +87,7 @@ class MegatronPolicy:
         ddp_bucket_size: int | None = None,
         recompute: RecomputeSettings | None = None,
         moe_aux_loss_coeff: float = 0.0,
+        logprob_chunk_size: int | None = None,
         temperature: float = 1.0,
         loss: PolicyLossSettings | None = None,
         reference: bool = False,
@@ -92,8 +95,11 @@ class MegatronPolicy:
     ) -> None:
         if not temperature > 0.0:
             raise ConfigError(f"the policy's temperature must be > 0, got {temperature}")
+        if logprob_chunk_size is not None and logprob_chunk_size < 1:
+            raise ConfigError(f"logprob_chunk_size must be >= 1, got {logprob_chunk_size}")
         platform.install()
         # Not at the top: importing megatron.core must come after install().
+        from megatron_ppo.mcore.language_head import LanguageHead
         from megatron_ppo.mcore.trained_model import ModelSettings, TrainedModel
 
         settings = ModelSettings(
@@ -120,6 +126,12 @@ class MegatronPolicy:
         self._temperature = temperature
         self._loss = PolicyLossSettings() if loss is None else loss
         self._reference = self.trained.frozen_copy() if reference else None
+
+        def head(modules: Sequence[torch.nn.Module]) -> LanguageHead:
+            return LanguageHead(modules, self.trained.model, parallel, chunk_size=logprob_chunk_size)
+
+        self._head = head(self.trained.modules)
+        self._reference_head = None if self._reference is None else head(self._reference)
         self.reference_residence = Residence("reference", {Part.PARAMETERS: self._reference_parameters})
 
     @property
@@ -135,14 +147,14 @@ class MegatronPolicy:
         """float32 [B, T] nats with the current weights; 0 outside the response mask. The same on every
         rank.
         """
-        return self._score(batch, None, temperature)
+        return self._score(batch, None, self._head, temperature)
 
     def reference_logprobs(self, batch: TrainBatch) -> Tensor:
         """The same with the frozen initial weights. Raises: ConfigError without reference=True."""
-        if self._reference is None:
+        if self._reference is None or self._reference_head is None:
             raise ConfigError("reference log-probs need a policy with reference=True, got reference=False")
         self.reference_residence.require(WEIGHTS, "a forward pass")
-        return self._score(batch, self._reference, None)
+        return self._score(batch, self._reference, self._reference_head, None)
 
     def update(self, minibatches: Sequence[TrainBatch]) -> dict[str, float]:
         """One optimizer step per minibatch, then one scheduler tick; metrics `train/...` are means over
@@ -169,43 +181,29 @@ class MegatronPolicy:
         return self.trained.parameters_hash()
 
     def _score(
-        self, batch: TrainBatch, modules: Sequence[torch.nn.Module] | None, temperature: float | None
+        self,
+        batch: TrainBatch,
+        modules: Sequence[torch.nn.Module] | None,
+        head: LanguageHead,
+        temperature: float | None,
     ) -> Tensor:
         used = self._temperature if temperature is None else temperature
         if not used > 0.0:
             raise ValueError(f"temperature must be > 0, got {used}")
 
-        def score(output_SLV: Tensor, microbatch: Microbatch) -> Tensor:
-            return self._logprobs(self._logits(output_SLV, used), microbatch)
+        def score(output: Tensor, microbatch: Microbatch) -> Tensor:
+            scores = head.scores(output, microbatch.target_ids_SL, temperature=used)
+            return microbatch.to_tokens(scores.logprobs_P)
 
         return self.trained.tokens(batch, score, modules)
 
-    def _logits(self, output_SLV: Tensor, temperature: float) -> Tensor:
-        """float32, without the padded end of the vocabulary, temperature applied."""
-        start = self._vocab_start
-        real = min(self.trained.model.vocab_size - start, output_SLV.shape[-1])
-        logits_SLV = output_SLV[..., :real].float()
-        return logits_SLV if temperature == 1.0 else logits_SLV / temperature
-
-    def _logprobs(self, logits_SLV: Tensor, microbatch: Microbatch) -> Tensor:
-        """[B, T]"""
-        logprobs_SL = vocab_parallel_logprobs(
-            logits_SLV,
-            microbatch.target_ids_SL,
-            group=self.trained.parallel.tensor,
-            vocab_start=self._vocab_start,
+    def _minibatch_loss(self, output: Tensor, microbatch: Microbatch, counts: LossCounts) -> LossOutput:
+        batch = microbatch.batch
+        scores = self._head.scores(
+            output, microbatch.target_ids_SL, temperature=self._temperature, entropy=True
         )
-        return microbatch.to_tokens(logprobs_SL)
-
-    @property
-    def _vocab_start(self) -> int:
-        parallel = self.trained.parallel
-        return parallel.tp_rank * (self.trained.model.padded_vocab_size(parallel.tp_size) // parallel.tp_size)
-
-    def _minibatch_loss(self, output_SLV: Tensor, microbatch: Microbatch, counts: LossCounts) -> LossOutput:
-        logits_SLV, batch = self._logits(output_SLV, self._temperature), microbatch.batch
         result = policy_loss(
-            logprobs_BT=self._logprobs(logits_SLV, microbatch),
+            logprobs_BT=microbatch.to_tokens(scores.logprobs_P),
             old_logprobs_BT=_filled(batch.old_logprobs_BT, "old_logprobs_BT"),
             generation_logprobs_BT=batch.generation_logprobs_BT,
             ref_logprobs_BT=batch.ref_logprobs_BT,
@@ -217,8 +215,7 @@ class MegatronPolicy:
             counts=counts,
         )
         mask_BT = trainable_mask(batch.response_mask_BT, batch.sample_mask_B)
-        entropy_SL = vocab_parallel_entropy(logits_SLV.detach(), group=self.trained.parallel.tensor)
-        entropy_BT = microbatch.to_tokens(entropy_SL)
+        entropy_BT = microbatch.to_tokens(_filled(scores.entropy_P, "entropy"))
         metrics = {**result.metrics, "train/entropy": share(entropy_BT, mask_BT, counts.valid_tokens)}
         return LossOutput(loss=result.loss, sequence_loss_B=result.sequence_loss_B, metrics=metrics)
 

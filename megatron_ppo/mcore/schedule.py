@@ -13,20 +13,6 @@ def fewest_microbatches(*, stages: int, chunks: int) -> int:
     return stages if chunks > 1 else 1
 
 
-def largest_microbatch(sequences: int, *, wanted: int, stages: int, chunks: int) -> int:
-    """The microbatch size <= `wanted` with which `sequences` give at least `fewest_microbatches`; >= 1.
-
-    Raises: ValueError if there are fewer sequences than that.
-    """
-    fewest = fewest_microbatches(stages=stages, chunks=chunks)
-    if sequences < fewest:
-        raise ValueError(
-            f"an interleaved pipeline of {stages} stages needs at least {fewest} sequences per data-parallel rank, "
-            f"got {sequences}"
-        )
-    return min(wanted, sequences // fewest)
-
-
 def microbatch_group_size(microbatches: int, *, stages: int) -> int:
     """Microbatches per turn of a chunk: the smallest group that leaves no remainder, or one of >= `stages`.
 

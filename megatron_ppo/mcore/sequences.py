@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megatron_ppo.data.batch import TrainBatch, scores_of_tokens
+from megatron_ppo.data.microbatch_plan import BatchPolicy, TokenBudget
 from megatron_ppo.data.sequence_map import StreamMap, stream_map
 from megatron_ppo.mcore.parallel import ParallelContext
 
@@ -68,28 +69,30 @@ def microbatches(
     plan: Sequence[Sequence[int]],
     parallel: ParallelContext,
     *,
-    packed: bool,
+    policy: BatchPolicy,
     pad_token_id: int,
 ) -> list[Microbatch]:
     """One microbatch per group of row indices of `batch`, on the model's device.
 
     Args:
         plan: the groups of this data-parallel rank.
-        packed: lay the sequences end to end instead of padding them to the longest.
+        policy: what they were made by; says how sequences are laid out, and what lengths are rounded up to (the
+            layout's `length_multiple`, or a multiple of that).
     """
     return [
-        microbatch_of(batch.select(torch.tensor(rows)), parallel, packed=packed, pad_token_id=pad_token_id)
+        microbatch_of(batch.select(torch.tensor(rows)), parallel, policy=policy, pad_token_id=pad_token_id)
         for rows in plan
     ]
 
 
 def microbatch_of(
-    batch: TrainBatch, parallel: ParallelContext, *, packed: bool, pad_token_id: int
+    batch: TrainBatch, parallel: ParallelContext, *, policy: BatchPolicy, pad_token_id: int
 ) -> Microbatch:
     """All sequences of `batch` as one microbatch, padded to lengths that the layout can cut."""
     rows, width = batch.token_ids_BT.shape
+    packed = isinstance(policy, TokenBudget) and policy.packed
     lengths = batch.length_B.tolist() if packed else [width] * rows
-    multiple = parallel.length_multiple
+    multiple = policy.multiple
     stream = stream_map([-(-length // multiple) * multiple for length in lengths], ranks=parallel.cp_size)
     mine_N = stream.order_RN[parallel.cp_rank]
     row_N, position_N = stream.row_P[mine_N], stream.position_P[mine_N]

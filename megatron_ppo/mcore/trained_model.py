@@ -28,13 +28,13 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megatron_ppo.data.batch import TrainBatch
-from megatron_ppo.data.microbatch_plan import BatchPolicy, FixedSize, MicrobatchPlan, TokenBudget, plan
+from megatron_ppo.data.microbatch_plan import BatchPolicy, MicrobatchPlan, plan
 from megatron_ppo.loop.residency import EVERYTHING, WEIGHTS, ResidencyError
 from megatron_ppo.mcore import forward, model, optimizer, platform
 from megatron_ppo.mcore.hf_config import HFModelConfig, read_hf_config
 from megatron_ppo.mcore.parallel import ParallelContext
 from megatron_ppo.mcore.residence import Residence, trained_tensors
-from megatron_ppo.mcore.schedule import fewest_microbatches, largest_microbatch
+from megatron_ppo.mcore.schedule import fewest_microbatches
 from megatron_ppo.mcore.sequences import Microbatch, microbatches
 from megatron_ppo.mcore.settings import (
     OptimizerSettings,
@@ -62,8 +62,8 @@ class ModelSettings:
     """What policy and critic have in common. See `MegatronPolicy` for the fields.
 
     Attributes:
-        train_batches, score_batches: how passes with and without gradient are cut into microbatches. Their
-            `multiple` is the layout's, whatever they say. Neither changes a result.
+        train_batches, score_batches: how passes with and without gradient are cut into microbatches. Neither
+            changes a result. Lengths are rounded up further where the layout needs it.
     """
 
     folder: Path
@@ -100,6 +100,8 @@ class TrainedModel:
     def __init__(self, settings: ModelSettings) -> None:
         self.settings = settings
         self.parallel = settings.parallel
+        self._train_batches = _fitted(settings.train_batches, self.parallel)
+        self._score_batches = _fitted(settings.score_batches, self.parallel)
         self.model: HFModelConfig = read_hf_config(settings.folder)
         if self.model.has_value_head and not settings.value_head:
             raise ConfigError(
@@ -212,28 +214,19 @@ class TrainedModel:
             self.parallel,
             batch,
             function,
-            plan=self._plan(batch, self.settings.score_batches, may_repeat=True),
-            packed=_is_packed(self.settings.score_batches),
+            plan=self._plan(batch, self._score_batches, may_repeat=True),
+            policy=self._score_batches,
             pad_token_id=self.settings.pad_token_id,
         )
 
     def _plan(self, batch: TrainBatch, policy: BatchPolicy, *, may_repeat: bool) -> MicrobatchPlan:
         """Which rows go into which microbatch of which data-parallel rank; the same on every rank."""
         parallel = self.parallel
-        policy = dataclasses.replace(policy, multiple=parallel.length_multiple)
-        fewest = fewest_microbatches(stages=parallel.pp_size, chunks=parallel.virtual_size)
-        if isinstance(policy, FixedSize) and not may_repeat:
-            share = max(1, len(batch) // parallel.dp_size)
-            size = largest_microbatch(
-                share, wanted=policy.sequences, stages=parallel.pp_size, chunks=parallel.virtual_size
-            )
-            # Now there are at least as many as needed, and they need not be a multiple.
-            policy, fewest = dataclasses.replace(policy, sequences=size), 1
         return plan(
             batch.length_B.tolist(),
             data_parallel_size=parallel.dp_size,
             policy=policy,
-            microbatch_multiple=fewest,
+            fewest_microbatches=fewest_microbatches(stages=parallel.pp_size, chunks=parallel.virtual_size),
             may_repeat=may_repeat,
         )
 
@@ -257,12 +250,12 @@ class TrainedModel:
 
     def _step(self, minibatch: TrainBatch, loss: MinibatchLoss, prefix: str) -> dict[str, MetricPart]:
         counts = LossCounts.of(minibatch)
-        policy = self.settings.train_batches
+        batches = self._plan(minibatch, self._train_batches, may_repeat=False)
         mine = microbatches(
             minibatch,
-            self._plan(minibatch, policy, may_repeat=False).shares[self.parallel.dp_rank],
+            batches.shares[self.parallel.dp_rank],
             self.parallel,
-            packed=_is_packed(policy),
+            policy=self._train_batches,
             pad_token_id=self.settings.pad_token_id,
         )
         self._zero_gradients()
@@ -279,6 +272,9 @@ class TrainedModel:
         norm = self._apply(minibatch)
         metrics = self._reduce([report.metrics for report in reports])
         metrics[f"{prefix}/grad_norm"] = _part(norm)
+        metrics[f"{prefix}/packing_efficiency"] = _part(batches.packing_efficiency)
+        metrics[f"{prefix}/num_microbatches"] = _part(batches.num_microbatches)
+        metrics[f"{prefix}/token_imbalance"] = _part(batches.token_imbalance)
         metrics[f"{prefix}/global_valid_toks"] = _part(counts.valid_tokens)
         metrics[f"{prefix}/global_valid_seqs"] = _part(counts.valid_sequences)
         return metrics
@@ -366,8 +362,9 @@ class _Report:
     bad_ordinals: tuple[int, ...]
 
 
-def _is_packed(policy: BatchPolicy) -> bool:
-    return isinstance(policy, TokenBudget) and policy.packed
+def _fitted(policy: BatchPolicy, parallel: ParallelContext) -> BatchPolicy:
+    """The same with lengths that the layout can cut."""
+    return dataclasses.replace(policy, multiple=math.lcm(policy.multiple, parallel.length_multiple))
 
 
 def _with_precision(gpt: Any, trained: TrainedModel) -> torch.nn.Module:

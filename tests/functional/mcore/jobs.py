@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ppo.data.batch import TrainBatch
+from megatron_ppo.data.microbatch_plan import BatchPolicy
 from megatron_ppo.mcore.checkpoint import load_models, save_models
 from megatron_ppo.mcore.critic import MegatronCritic
 from megatron_ppo.mcore.parallel import ParallelContext, distributed_runtime
@@ -283,6 +284,33 @@ def rank_parameter_count(*, kind: str, folder: str, layout: Layout) -> int:
         return sum(p.numel() for chunk in model.trained.chunks for p in chunk.parameters())
 
 
+def positions_fed(
+    *, folder: str, layout: Layout, policies: dict[str, BatchPolicy]
+) -> dict[str, tuple[list[int], list[int]]]:
+    """Per way of batching: positions of this rank's microbatches as planned, and as all context ranks were fed."""
+    with context(layout) as parallel:
+        # Only now: the context has prepared this process for Megatron.
+        from megatron_ppo.mcore.sequences import microbatches
+
+        result = {}
+        for name, policy in policies.items():
+            trained = build("policy", folder, parallel, train_batches=policy).trained
+            batch = random_batch()
+            plan = trained._plan(batch, trained._train_batches, may_repeat=False)
+            fed = microbatches(
+                batch,
+                plan.shares[parallel.dp_rank],
+                parallel,
+                policy=trained._train_batches,
+                pad_token_id=0,
+            )
+            result[name] = (
+                list(plan.positions[parallel.dp_rank]),
+                [x.input_ids_SL.numel() * parallel.cp_size for x in fed],
+            )
+        return result
+
+
 def train_both(
     *,
     folder: str,
@@ -480,13 +508,11 @@ def spoilt_update(*, kind: str, folder: str, layout: Layout, spoil: str, **chang
         }
 
 
-def reference_is_frozen(*, folder: str, layout: Layout) -> dict[str, Any]:
+def reference_is_frozen(*, folder: str, layout: Layout, **changes: Any) -> dict[str, Any]:
     """Reference log-probs before and after updates, next to the policy's."""
     with context(layout) as parallel:
-        policy = MegatronPolicy(
-            parallel=parallel,
-            **settings(folder, reference=True, loss=PolicyLossSettings(reference_policy_kl_penalty=0.1)),
-        )
+        loss = PolicyLossSettings(reference_policy_kl_penalty=0.1)
+        policy = MegatronPolicy(parallel=parallel, **settings(folder, reference=True, loss=loss, **changes))
         batch = random_batch()
         initial = policy.logprobs(batch)
         batch = batch.replace(ref_logprobs_BT=policy.reference_logprobs(batch))

@@ -28,6 +28,10 @@ PACKED = {
     "train_batches": TokenBudget(tokens=40, packed=True),
     "score_batches": TokenBudget(tokens=32, packed=True),
 }
+DYNAMIC = {
+    "train_batches": TokenBudget(tokens=36, packed=False, multiple=4),
+    "score_batches": TokenBudget(tokens=48, packed=False, multiple=8),
+}
 # Buckets of fewer parameters than the model has, so that several are on their way at a time.
 GRAD_OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 20_000}
 OVERLAP = GRAD_OVERLAP | {"overlap_param_gather": True}
@@ -114,7 +118,12 @@ TABLE: dict[str, Row] = {
     "cp2_pp2_packed": Row(layout=CP2 | PP2, world_size=4, changes=PACKED),
     "tp2_sp_cp2_packed": Row(layout=TP2 | SP | CP2, world_size=4, changes=PACKED),
     "pp2_vpp2_packed_full_recompute": Row(layout=PP2 | VPP2, model=DEEP, changes=PACKED | ALL_LAYERS),
+    # Padded microbatches by a token budget, of other numbers of sequences than any fixed size.
+    "pp2_vpp2_dynamic": Row(layout=PP2 | VPP2, model=DEEP, changes=DYNAMIC),
+    "cp2_dp2_dynamic": Row(layout=CP2, world_size=4, changes=DYNAMIC),
 }
+# What a plan of microbatches is like, and so not the same in every layout.
+OF_THE_PLAN = ("packing_efficiency", "num_microbatches", "token_imbalance")
 # float32 sums in another order: relative differences of a few 1e-7 per reduction, grown over three steps.
 RELATIVE = 1e-5
 # Adam divides by the root of the second moment, so where the true gradient is 0 (key biases) it amplifies
@@ -148,6 +157,8 @@ def assert_same_training(seen: dict[str, Any], expected: dict[str, Any], prefix:
         for name in (f"{prefix}/loss", f"{prefix}/grad_norm", f"{prefix}/lr"):
             assert mine[name] == pytest.approx(theirs[name], rel=RELATIVE), f"{name} of step {step}"
         for name, value in theirs.items():
+            if name.endswith(OF_THE_PLAN):
+                continue
             # Divergences are differences of near-equal numbers, hence the absolute part.
             assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-6), f"{name} of step {step}"
     scale = max(float(tensor.abs().max()) for tensor in expected["gradients"].values())

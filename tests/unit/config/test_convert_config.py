@@ -41,6 +41,8 @@ THEIRS: dict[str, Any] = {
         "model_name": "/models/x",
         "precision": "bfloat16",
         "train_global_batch_size": 8,
+        "logprob_chunk_size": 1024,
+        "sequence_packing": {"enabled": True, "train_mb_tokens": 4096, "algorithm": "first_fit"},
         "megatron_cfg": {"tensor_model_parallel_size": 2, "optimizer": {"lr": 1e-6}},
         "generation": {
             "top_k": None,
@@ -48,7 +50,10 @@ THEIRS: dict[str, Any] = {
             "vllm_cfg": {"async_engine": True, "precision": "bfloat16"},
         },
     },
-    "value": {"megatron_cfg": {"optimizer": {"lr": 1e-5}, "scheduler": {"lr_warmup_iters": 4}}},
+    "value": {
+        "dynamic_batching": {"enabled": True, "logprob_mb_tokens": 8192, "sequence_length_round": 32},
+        "megatron_cfg": {"optimizer": {"lr": 1e-5}, "scheduler": {"lr_warmup_iters": 4}},
+    },
     "cluster": {"num_nodes": 1},
 }
 
@@ -72,8 +77,14 @@ def test_values_land_under_our_keys() -> None:
         "precision": "bf16",
         "parallelism": {"tensor_model_parallel_size": 2},
         "optimizer": {"lr": 1e-6},
+        "logprob_chunk_size": 1024,
+        "sequence_packing": {"enabled": True, "train_mb_tokens": 4096},
     }
-    assert ours["critic"] == {"optimizer": {"lr": 1e-5}, "scheduler": {"lr_warmup_steps": 4}}
+    assert ours["critic"] == {
+        "optimizer": {"lr": 1e-5},
+        "scheduler": {"lr_warmup_steps": 4},
+        "dynamic_batching": {"enabled": True, "logprob_mb_tokens": 8192, "sequence_length_round": 32},
+    }
     assert ours["inference"] == {"top_k": 0, "max_new_tokens": 64, "asynchronous": True, "dtype": "bfloat16"}
     assert ours["checkpoint"] == {"metric": "validation/accuracy", "keep_best": 3}
 
@@ -85,6 +96,7 @@ def test_keys_without_counterpart_are_reported_with_a_reason() -> None:
         "ppo.async_ppo.drop_incomplete_targets_on_restore",
         "checkpointing.enabled",
         "cluster.num_nodes",
+        "policy.sequence_packing.algorithm",
     }
     assert "completed on restore" in unmapped["ppo.async_ppo.drop_incomplete_targets_on_restore"]
 

@@ -105,6 +105,16 @@ def test_activations_of_a_layer_by_hand() -> None:
     assert whole.logits == 0
 
 
+def test_a_token_budget_and_chunks_of_log_probs_bound_what_a_microbatch_takes() -> None:
+    dynamic = {"enabled": True, "train_mb_tokens": 32, "logprob_mb_tokens": 32, "sequence_length_round": 8}
+    section = changed({"policy.dynamic_batching": dynamic, "policy.logprob_chunk_size": 4}).policy
+    seen = trainer_memory(SMOLLM2_135M, ONE, section, sequence_tokens=10, value_head=False)
+    fixed = changed({"policy.train_micro_batch_size": 2}).policy
+    of_twenty = trainer_memory(SMOLLM2_135M, ONE, fixed, sequence_tokens=10, value_head=False)
+    assert seen.activations * 20 == of_twenty.activations * 32
+    assert seen.logits * 20 == of_twenty.logits * 4
+
+
 def test_recomputation_and_sequence_parallelism_keep_less() -> None:
     def activations(changes: dict[str, Any], sizes: ParallelSizes = ONE) -> int:
         section = changed({f"policy.{key}": value for key, value in changes.items()}).policy

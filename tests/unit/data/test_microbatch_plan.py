@@ -58,18 +58,16 @@ def test_a_training_plan_has_every_row_once_and_keeps_the_budget(
     assert 0.0 < seen.packing_efficiency <= 1.0 <= seen.token_imbalance
 
 
-@given(data=st.data(), lengths=LENGTHS, ranks=RANKS, multiple=st.sampled_from([1, 2, 4]))
+@given(data=st.data(), lengths=LENGTHS, ranks=RANKS, fewest=st.integers(1, 4))
 def test_a_scoring_plan_has_every_row_and_as_many_microbatches_as_the_pipeline_takes(
-    data: st.DataObject, lengths: list[int], ranks: int, multiple: int
+    data: st.DataObject, lengths: list[int], ranks: int, fewest: int
 ) -> None:
     policy = data.draw(st.one_of(budgets(lengths), st.builds(FixedSize, sequences=st.integers(1, 9))))
-    seen = plan(
-        lengths, data_parallel_size=ranks, policy=policy, microbatch_multiple=multiple, may_repeat=True
-    )
+    seen = plan(lengths, data_parallel_size=ranks, policy=policy, fewest_microbatches=fewest, may_repeat=True)
     counts = rows_of(seen)
     assert set(counts) == set(range(len(lengths)))
     assert all(len(share) == seen.num_microbatches for share in seen.shares)
-    assert seen.num_microbatches % multiple == 0
+    assert seen.num_microbatches >= fewest
     assert all(rows for share in seen.shares for rows in share)
     if isinstance(policy, TokenBudget):
         assert all(
@@ -107,8 +105,23 @@ def test_missing_rows_of_a_fixed_size_are_copies_of_the_last() -> None:
 
 
 def test_an_interleaved_pipeline_gets_more_and_smaller_fixed_microbatches() -> None:
-    seen = plan([5] * 6, data_parallel_size=1, policy=FixedSize(sequences=2), microbatch_multiple=2)
-    assert seen.shares == (((0,), (1, 2), (3,), (4, 5)),)
+    seen = plan([5] * 7, data_parallel_size=1, policy=FixedSize(sequences=4), fewest_microbatches=3)
+    assert seen.shares == (((0, 1), (2, 3), (4, 5), (6,)),)
+
+
+@given(sequences=st.integers(1, 100), wanted=st.integers(1, 100), fewest=st.integers(1, 8))
+def test_fixed_microbatches_are_as_large_as_wanted_where_there_are_enough_of_them(
+    sequences: int, wanted: int, fewest: int
+) -> None:
+    policy = FixedSize(sequences=wanted)
+    if sequences < fewest:
+        with pytest.raises(ValueError, match=f"cannot be cut into {fewest} microbatches"):
+            plan([5] * sequences, data_parallel_size=1, policy=policy, fewest_microbatches=fewest)
+        return
+    (share,) = plan([5] * sequences, data_parallel_size=1, policy=policy, fewest_microbatches=fewest).shares
+    assert len(share) >= fewest
+    size = len(share[0])
+    assert size == min(wanted, sequences) or sequences // (size + 1) < fewest
 
 
 @pytest.mark.parametrize(("packed", "efficiency"), [(True, 0.97), (False, 0.85)])
@@ -149,10 +162,10 @@ def test_rows_that_the_ranks_do_not_divide_are_refused_in_training() -> None:
 
 
 def test_too_few_rows_for_the_pipeline_are_refused_in_training() -> None:
-    with pytest.raises(ValueError, match="3 sequences per data-parallel rank cannot be cut into 4"):
-        plan([5] * 3, data_parallel_size=1, policy=FixedSize(sequences=1), microbatch_multiple=2)
-    with pytest.raises(ValueError, match="3 sequences cannot be cut into 4 microbatches"):
-        plan([5] * 3, data_parallel_size=1, policy=TokenBudget(tokens=5, packed=True), microbatch_multiple=4)
+    with pytest.raises(ValueError, match="1 sequences per data-parallel rank cannot be cut into 2"):
+        plan([5] * 3, data_parallel_size=3, policy=FixedSize(sequences=1), fewest_microbatches=2)
+    with pytest.raises(ValueError, match="3 sequences cannot be cut into 4 microbatches, 4 for"):
+        plan([5] * 3, data_parallel_size=1, policy=TokenBudget(tokens=5, packed=True), fewest_microbatches=4)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +174,7 @@ def test_too_few_rows_for_the_pipeline_are_refused_in_training() -> None:
         ([], {}, "empty batch"),
         ([3, 0], {}, "row 1 has 0 tokens"),
         ([3], {"data_parallel_size": 0}, "data_parallel_size must be >= 1, got 0"),
-        ([3], {"microbatch_multiple": 0}, "microbatch_multiple must be >= 1, got 0"),
+        ([3], {"fewest_microbatches": 0}, "fewest_microbatches must be >= 1, got 0"),
     ],
 )
 def test_nonsense_is_refused(lengths: list[int], arguments: dict[str, int], message: str) -> None:
