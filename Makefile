@@ -23,7 +23,7 @@ NPROC ?= 1
 EXPERIMENT ?= megatron_40step
 ARGS ?=
 PYTEST_ARGS ?=
-PART ?= step_time refit_time whole_run
+PART ?= step_time refit_time whole_run logprob_memory
 
 BIN := .venv/bin
 REQUIREMENTS := requirements/cpu.txt requirements/cpu-nodeps.txt requirements/dev.txt
@@ -117,7 +117,7 @@ doctor: setup ## examine this machine and the environment
 	$(BIN)/python scripts/doctor.py
 
 .PHONY: bench
-bench: setup ## step time, refit time, memory of a whole run: PART (all three), ARGS with a single PART
+bench: setup ## step time, refit time, memory of a whole run and of log-probs: PART (all), ARGS with a single PART
 	@for part in $(PART); do $(BIN)/python -m benchmarks.$$part $(ARGS); done
 
 .PHONY: compat

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from benchmarks import logprob_memory
 from benchmarks.report import ROOT, machine, show_table
 from benchmarks.step_time import DROP, SKIP, WORKLOADS, words_of
 from megatron_ppo.config.checks import derive
@@ -55,10 +56,22 @@ def test_the_machine_is_stated() -> None:
     assert set(facts) >= {"date", "cpu", "cores", "memory", "load", "torch"}
 
 
-@pytest.mark.parametrize("name", ["step_time", "whole_run"])
+@pytest.mark.parametrize("name", ["step_time", "whole_run", "logprob_memory"])
 def test_help_needs_no_run(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{name}", "--help"], cwd=ROOT, capture_output=True, timeout=60
     )
     assert done.returncode == 0
     assert f"benchmarks.{name}".encode() in done.stdout
+
+
+def test_chunks_of_log_probs_take_a_fraction_of_the_memory_of_all_logits() -> None:
+    sizes = {"tokens": 1024, "vocabulary": 32_768, "hidden": 16, "precision": "fp32"}
+    whole, chunked = (
+        logprob_memory.run(logprob_memory.Case(kind="training", chunk=chunk, **sizes)) for chunk in (0, 32)
+    )
+    # float32 sums of a few thousand terms in another order.
+    assert chunked.mean_logprob == pytest.approx(whole.mean_logprob, rel=1e-5)
+    # Whole: logits, their gradient and a working copy, 128 MiB each. Chunks: 4 MiB each, and the weight's gradient.
+    assert whole.peak_bytes > 2 * 128 * 2**20
+    assert chunked.peak_bytes < whole.peak_bytes / 6
