@@ -153,14 +153,18 @@ class _Targets:
         return cls(local_P=torch.where(inside_P, local_P, 0), inside_P=inside_P)
 
 
+def _working_dtype(values: Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32)
+
+
 def _working(values: Tensor, *, temperature: float) -> Tensor:
     """A copy to compute in: float32 or wider, divided by the temperature."""
-    copy = values.to(torch.promote_types(values.dtype, torch.float32), copy=True)
+    copy = values.to(_working_dtype(values), copy=True)
     return copy if temperature == 1.0 else copy.div_(temperature)
 
 
 def _joined_scores(
-    logits_of: Callable[[slice], Tensor], targets: _Targets, options: _Options
+    logits_of: Callable[[slice], Tensor], targets: _Targets, options: _Options, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(log-probs, entropy, log partition), each [P].
 
@@ -168,18 +172,22 @@ def _joined_scores(
     target's x - m. The group's figures follow by moving each to the common maximum.
     H = log Z - Σ_v p_v x_v with x centred and Z = Σ_v exp(x_v).
     """
-    maxima, sums = [], []
-    for chunk in options.chunks(len(targets.local_P)):
-        maximum, figures = _own_figures(
-            logits_of(chunk), targets.local_P[chunk], targets.inside_P[chunk], options.entropy
+    positions = len(targets.local_P)
+    # Made before the chunks: small tensors that outlive a chunk would be put where its logits were, and the C
+    # library's heap would grow with every chunk.
+    figures_4P = torch.empty((4, positions), dtype=dtype, device=targets.local_P.device)
+    for chunk in options.chunks(positions):
+        _own_figures(
+            logits_of(chunk),
+            targets.local_P[chunk],
+            targets.inside_P[chunk],
+            options.entropy,
+            figures_4P[:, chunk],
         )
-        maxima.append(maximum)
-        sums.append(figures)
-    mine_P, figures_3P = torch.cat(maxima), torch.cat(sums, dim=1)
+    mine_P, total_P, weighted_P, picked_P = figures_4P
     maximum_P = mine_P.clone()
     dist.all_reduce(maximum_P, op=dist.ReduceOp.MAX, group=options.shard.group)
     shift_P = mine_P - maximum_P
-    total_P, weighted_P, picked_P = figures_3P
     factor_P = shift_P.exp()
     joined_3P = torch.stack(
         [
@@ -195,18 +203,20 @@ def _joined_scores(
 
 
 def _own_figures(
-    logits_PV: Tensor, local_P: Tensor, inside_P: Tensor, entropy: bool
-) -> tuple[Tensor, Tensor]:
-    """Maximum [P] and the three sums [3, P] over this rank's entries; overwrites the logits."""
-    maximum_P = logits_PV.amax(dim=-1)
+    logits_PV: Tensor, local_P: Tensor, inside_P: Tensor, entropy: bool, figures_4P: Tensor
+) -> None:
+    """Write the maximum and the three sums over this rank's entries; overwrites the logits."""
+    maximum_P, total_P, weighted_P, picked_P = figures_4P
+    torch.amax(logits_PV, dim=-1, out=maximum_P)
     centred_PV = logits_PV.sub_(maximum_P[:, None])
-    picked_P = torch.where(inside_P, centred_PV.gather(-1, local_P[:, None])[:, 0], 0.0)
+    picked_P.copy_(torch.where(inside_P, centred_PV.gather(-1, local_P[:, None])[:, 0], 0.0))
     if not entropy:
-        total_P = centred_PV.exp_().sum(-1)
-        return maximum_P, torch.stack([total_P, torch.zeros_like(total_P), picked_P])
+        torch.sum(centred_PV.exp_(), -1, out=total_P)
+        weighted_P.zero_()
+        return
     weight_PV = centred_PV.exp()
-    total_P = weight_PV.sum(-1)
-    return maximum_P, torch.stack([total_P, weight_PV.mul_(centred_PV).sum(-1), picked_P])
+    torch.sum(weight_PV, -1, out=total_P)
+    torch.sum(weight_PV.mul_(centred_PV), -1, out=weighted_P)
 
 
 def _gradient_in_place(
@@ -227,7 +237,9 @@ class _LogitScores(torch.autograd.Function):
         def logits_of(chunk: slice) -> Tensor:
             return _working(logits_PV[chunk, : options.shard.size], temperature=options.temperature)
 
-        logprobs_P, entropy_P, log_partition_P = _joined_scores(logits_of, targets, options)
+        logprobs_P, entropy_P, log_partition_P = _joined_scores(
+            logits_of, targets, options, _working_dtype(logits_PV)
+        )
         ctx.save_for_backward(logits_PV, log_partition_P, targets.local_P, targets.inside_P)
         ctx.options = options
         ctx.mark_non_differentiable(entropy_P)
@@ -243,7 +255,7 @@ class _LogitScores(torch.autograd.Function):
         grad_PV = torch.empty_like(logits_PV, memory_format=torch.contiguous_format)
         grad_PV[:, size:] = 0.0
         # Where the formats agree, the result is computed where it stays.
-        in_place = torch.promote_types(logits_PV.dtype, torch.float32) == logits_PV.dtype
+        in_place = _working_dtype(logits_PV) == logits_PV.dtype
         for chunk in options.chunks(len(logits_PV)):
             here_PV = grad_PV[chunk, :size]
             if in_place:
@@ -264,7 +276,10 @@ class _HiddenScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         targets = _Targets.of(target_P, options.shard)
         logprobs_P, entropy_P, log_partition_P = _joined_scores(
-            lambda chunk: _chunk_logits(hidden_PH[chunk], weight_VH, options), targets, options
+            lambda chunk: _chunk_logits(hidden_PH[chunk], weight_VH, options),
+            targets,
+            options,
+            _working_dtype(weight_VH),
         )
         ctx.save_for_backward(hidden_PH, weight_VH, log_partition_P, targets.local_P, targets.inside_P)
         ctx.options = options
@@ -280,7 +295,7 @@ class _HiddenScores(torch.autograd.Function):
         real_VH = weight_VH[: options.shard.size]
         grad_PH = torch.empty_like(hidden_PH) if ctx.needs_input_grad[0] else None
         # Summed over chunks in float32: in bfloat16 small chunks would vanish beside the sum.
-        wide = torch.promote_types(weight_VH.dtype, torch.float32)
+        wide = _working_dtype(weight_VH)
         grad_VH = torch.zeros_like(weight_VH, dtype=wide) if ctx.needs_input_grad[1] else None
         for chunk in options.chunks(len(hidden_PH)):
             work_PV = _chunk_logits(hidden_PH[chunk], weight_VH, options)
@@ -301,5 +316,5 @@ def _chunk_logits(hidden_PH: Tensor, weight_VH: Tensor, options: _Options) -> Te
     """[P, V] to compute in. Megatron hands the last stage's output out in float32; the weight's format rules."""
     logits_PV = hidden_PH.to(weight_VH.dtype) @ weight_VH[: options.shard.size].T
     # The product is nobody else's, so float32 needs no copy.
-    logits_PV = logits_PV.to(torch.promote_types(logits_PV.dtype, torch.float32))
+    logits_PV = logits_PV.to(_working_dtype(logits_PV))
     return logits_PV if options.temperature == 1.0 else logits_PV.div_(options.temperature)
