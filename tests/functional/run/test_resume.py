@@ -15,6 +15,7 @@ STEPS, GROUPS, SAMPLES = 6, 4, 4
 def test_a_killed_run_continues_and_trains_every_prompt_exactly_once(launch: Callable[..., Launched]) -> None:
     words = [
         "+experiment=cpu_smoke", f"run.max_num_steps={STEPS}", "checkpoint.period=2",
+        "checkpoint.async_save=true",  # the kill may meet a save that is being written
         "telemetry.record_trajectories=true", "validation.period=0", "gates.age_in_versions=null",
         # As on a GPU: policy and critic take turns, also while they are saved, restored, published and probed.
         "cluster.offload_models=always",
