@@ -111,6 +111,7 @@ class VllmEngine:
         self._refits = 0
         self._refit_mode: RefitMode | None = None
         self._weights_complete = False
+        self._committed = False
         self._inside: set[str] = set()
         self._to_restart: set[str] = set()
 
@@ -286,7 +287,7 @@ class VllmEngine:
         """
         llm = self._live()
         self._gate.close()
-        self._weights_complete = False
+        self._weights_complete = self._committed = False
         async with self._refit_errors(f"pausing ({mode})"), asyncio.timeout(timeout_s):
             if mode == "drain":
                 await self._gate.drained(timeout_s=timeout_s)
@@ -315,7 +316,7 @@ class VllmEngine:
             "bucket_bytes": manifest.bucket_bytes,
             "verify_checksum": manifest.verify_checksum,
         }
-        self._weights_complete = False
+        self._weights_complete = self._committed = False
         async with self._refit_errors("receiving weights"):
             await self._while_alive(llm.start_weight_update())
             request = WeightTransferUpdateRequest(update_info=update)
@@ -324,7 +325,7 @@ class VllmEngine:
         self._weights_complete = True
 
     async def commit_refit(self, *, version: int, recompute_kv: bool) -> None:
-        """Serve the received weights as `version` and let requests in again.
+        """Make the received weights `version`. Nothing is served yet: another engine may fail here.
 
         Args:
             recompute_kv: frozen requests compute their key-value cache again under the new weights; otherwise
@@ -339,11 +340,18 @@ class VllmEngine:
             await self._while_alive(llm.update_weight_version(version_name(version)))
             # With requests that keep their blocks this does nothing; the new salt hides the old blocks then.
             await self._while_alive(llm.reset_prefix_cache(reset_running_requests=clear_running))
-            await self._while_alive(llm.resume_generation())
         self._version = version
         self._refits += 1
+        self._committed = True
+
+    async def end_refit(self) -> None:
+        """Let requests in again. Raises: RefitError when no version was committed since `begin_refit`."""
+        if self._refit_mode is None or not self._committed:
+            raise RefitError("no version was committed; the engine stays paused")
+        async with self._refit_errors("letting requests in again"):
+            await self._while_alive(self._live().resume_generation())
         self._refit_mode = None
-        self._weights_complete = False
+        self._weights_complete = self._committed = False
         self._gate.open()
 
     @asynccontextmanager

@@ -184,7 +184,7 @@ class ParallelContext:
     ) -> ParallelContext:
         """Make the groups. Collective over the job; the data-parallel size is what is left of the ranks.
 
-        Raises: ConfigError for a layout that does not fit the world or is not supported.
+        Raises: ConfigError for a layout that does not fit the world.
         """
         tp, pp, cp = tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size
         virtual = virtual_pipeline_model_parallel_size or 1

@@ -268,13 +268,17 @@ class InferenceGroup:
         return self._call_all("receive_weights", manifest, what="the engines to receive weights")
 
     def commit_refit(self, *, version: int, recompute_kv: bool, timeout_s: float) -> None:
-        """Serve `version` on every replica."""
+        """Make the received weights `version` on every replica."""
         self._call_all(
             "commit_refit",
             version=version,
             recompute_kv=recompute_kv,
-            what=f"the engines to serve version {version}",
+            what=f"the engines to switch to version {version}",
         ).wait(timeout_s=timeout_s)
+
+    def end_refit(self, *, timeout_s: float) -> None:
+        """Let requests in again on every replica."""
+        self._call_all("end_refit", what="the engines to go on").wait(timeout_s=timeout_s)
 
     def _call_all(self, method: str, *args: object, what: str, **kwargs: object) -> RayPendingCalls:
         return RayPendingCalls(

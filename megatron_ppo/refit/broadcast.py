@@ -1,10 +1,13 @@
 """One refit: pause the engines, broadcast the policy's weights into them, stamp the version, let them go on.
 
+No engine goes on before all of them have the whole version, so a failure up to there leaves every engine paused. Of a
+failure of the last call alone, the engines that did go on serve the whole new version.
+
 Implements `loop.ports.Refit`. All trainer ranks call `push` together: gathering full tensors is collective,
 sending and steering the engines is rank 0's part.
 
 Invariants: `push` returns on every rank only when every engine serves `version`, and raises on every rank
-otherwise, with the engines paused. Every rank iterates the weight source to its end in both cases, because a
+otherwise; no engine ever serves a mixture. Every rank iterates the weight source to its end in both cases, because a
 rank that stopped early would leave its peers in a gather. The sender holds `bucket_bytes` of staging memory and
 what the source gathers at a time, see `transport.streams`.
 """
@@ -80,7 +83,7 @@ class BroadcastRefit:
         `drain_s` is the engines' pause, `transfer_s` gathers, broadcasts and the engines' loading, which go on at the
         same time, and `pause_s` how long no request was served.
 
-        After a failure the engines stay paused. A further `push` forms a new generation of the group and
+        After a failure the engines stay paused, see above. A further `push` forms a new generation of the group and
         sends everything again, which repairs them.
         """
         started = time.monotonic()
@@ -91,7 +94,8 @@ class BroadcastRefit:
         paused = time.monotonic()
         self._together(version, "sending weights", self._send)
         sent = time.monotonic()
-        self._together(version, "letting the engines go on", lambda: self._commit(version))
+        self._together(version, "switching the engines to the new version", lambda: self._commit(version))
+        self._together(version, "letting the engines go on", self._end)
         ended = time.monotonic()
         if self._sink is None:
             return {}
@@ -174,3 +178,7 @@ class BroadcastRefit:
             self._sink.commit_refit(
                 version=version, recompute_kv=self._recompute_kv, timeout_s=self._timeout_s
             )
+
+    def _end(self) -> None:
+        if self._sink is not None:
+            self._sink.end_refit(timeout_s=self._timeout_s)

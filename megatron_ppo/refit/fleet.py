@@ -48,5 +48,9 @@ class EngineFleet(Protocol):
         ...
 
     def commit_refit(self, *, version: int, recompute_kv: bool, timeout_s: float) -> None:
-        """Serve the received weights as `version` everywhere."""
+        """Make the received weights `version` everywhere; nobody serves yet. Raises: as `begin_refit`."""
+        ...
+
+    def end_refit(self, *, timeout_s: float) -> None:
+        """Let requests in again everywhere. Raises: as `begin_refit`."""
         ...

@@ -93,6 +93,10 @@ class LocalFleet:
         """See the port."""
         self._loop.run(self._engine.commit_refit(version=version, recompute_kv=recompute_kv))
 
+    def end_refit(self, *, timeout_s: float) -> None:
+        """See the port."""
+        self._loop.run(self._engine.end_refit())
+
 
 class EngineRig:
     """An engine that serves `models[0]` as version 0 to begin with; every publish counts up."""

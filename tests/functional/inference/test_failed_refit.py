@@ -100,6 +100,8 @@ def test_a_sender_that_never_comes_times_out_and_a_full_refit_repairs_the_engine
     _assert_paused(rig)
     with pytest.raises(RefitError, match="has not arrived completely"):
         rig.loop.run(rig.engine.commit_refit(version=rig.version + 1, recompute_kv=True))
+    with pytest.raises(RefitError, match="no version was committed"):
+        rig.loop.run(rig.engine.end_refit())
     version = rig.publish(rig.models[1], in_flight=True, recompute_kv=True)
     [completion] = frozen.result(60)
     assert len(completion.token_ids) == 200 and completion.spans[-1].version == version

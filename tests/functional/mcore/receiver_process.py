@@ -87,6 +87,9 @@ class ReceiverFleet:
     def commit_refit(self, *, version: int, recompute_kv: bool, timeout_s: float) -> None:
         """Nothing is served here."""
 
+    def end_refit(self, *, timeout_s: float) -> None:
+        """Nothing was paused here."""
+
     def raise_if_failed(self) -> None:
         """See `refit.fleet.PendingCalls`."""
         if self._process.poll() is not None:

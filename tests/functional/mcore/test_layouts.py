@@ -129,7 +129,8 @@ RELATIVE = 1e-5
 # Adam divides by the root of the second moment, so where the true gradient is 0 (key biases) it amplifies
 # rounding to the size of the learning rate, 1e-4: three such steps may differ by a small part of it.
 PARAMETER_ABSOLUTE = 1e-6
-# Of the largest entry of a tensor's gradient: sums of thousands of terms, most of them much larger than the sum.
+# Of the largest entry of all gradients: each is a sum of thousands of terms, and where the true one is 0 (key biases)
+# nothing but rounding is left. Adam makes small gradients count as much as large ones, in the parameters below.
 GRADIENT_RELATIVE = 1e-5
 # Values are read after the steps and sum over the whole network.
 VALUE_RELATIVE = 1e-4

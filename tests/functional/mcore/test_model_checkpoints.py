@@ -147,6 +147,24 @@ def test_two_steps_saved_in_any_layout_and_two_more_in_another_are_four_steps_of
             assert_same(seen, expected, exact=name == saver == "one")
 
 
+# Three key/value heads are filled up to four for two tensor ranks, 61 vocabulary entries to 62.
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("model", ["qwen2_three_kv", "qwen2_odd_vocab"])
+def test_what_fills_up_tensor_ranks_is_no_part_of_a_checkpoint(
+    workers: WorkerGroup, tiny_model: Callable[[str], Path], tmp_path: Path, model: str
+) -> None:
+    folder = str(tiny_model(model))
+    rows = {name: Row(layout=layout, loads=()) for name, layout in (("tp2", TP2), ("pp2", PP2))}
+    rows["one"] = Row(world_size=1, loads=())
+    whole = workers.run_alone(JOBS + "uninterrupted", folder=folder, layout={})
+    saved = {name: str(tmp_path / name) for name in ("one", "tp2")}
+    for name, checkpoint in saved.items():
+        run(workers, rows[name], "save_after_two", folder=folder, checkpoint=checkpoint)
+    for saver, loader in (("one", "tp2"), ("tp2", "one"), ("tp2", "pp2"), ("tp2", "tp2")):
+        for rank in run(workers, rows[loader], "resume_each", folder=folder, checkpoints=[saved[saver]]):
+            assert_same(rank[0], whole)
+
+
 def test_float32_copies_of_bf16_parameters_are_restored_in_full(
     workers: WorkerGroup, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:

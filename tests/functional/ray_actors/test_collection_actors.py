@@ -25,7 +25,7 @@ pytestmark = pytest.mark.ray
 SCHEDULE = AsyncSchedule(max_num_steps=6, max_trajectory_age_steps=1)
 PROMPTS, GENERATIONS = 3, 2
 CALL_S = 60.0  # starting an actor takes 10 CPU seconds, more on a loaded machine
-NOTICE_S = 15.0  # what the issue allows from a death to the end of the run
+NOTICE_S = 15.0  # the promise: from a death to the end of the run
 
 
 def fake_engine_process() -> type:

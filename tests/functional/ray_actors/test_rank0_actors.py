@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.ray]
 
 CALL_S = 60.0  # starting an actor takes seconds of CPU time, more on a loaded machine
-NOTICE_S = 15.0  # what the issue allows from a death to the end of the run
+NOTICE_S = 15.0  # the promise: from a death to the end of the run
 
 
 def dummy_process() -> type:

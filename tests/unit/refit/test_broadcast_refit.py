@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import ClassVar
 
 import pytest
 import torch
@@ -66,15 +67,25 @@ class Calls:
 class Fleet:
     """Engines that receive over the real group, and refuse what a real engine would refuse."""
 
+    made: ClassVar[list[Fleet]] = []
+
     def __init__(self, engines: int = 2) -> None:
         self.worker_names = [f"engine {index}" for index in range(engines)]
         self.held: list[dict[str, Tensor]] = [{} for _ in range(engines)]
         self.calls: list[str] = []
         self.break_engine_at: int | None = None
+        self.break_commit = False
         self.second_may_join = threading.Event()
         self.second_may_join.set()
         self._groups: list[BroadcastGroup] = []
         self._pool = ThreadPoolExecutor(2 * engines)
+        self.made.append(self)
+
+    def leave(self) -> None:
+        self.second_may_join.set()
+        for group in self._groups:
+            group.close()
+        self._pool.shutdown(wait=False)
 
     def join_refit_group(self, spec: RefitGroupSpec) -> Calls:
         self.calls.append(f"join {spec.generation}")
@@ -107,6 +118,19 @@ class Fleet:
 
     def commit_refit(self, *, version: int, recompute_kv: bool, timeout_s: float) -> None:
         self.calls.append(f"commit {version} recompute={recompute_kv}")
+        if self.break_commit:
+            raise RefitError("engine 1 cannot reset its cache")
+
+    def end_refit(self, *, timeout_s: float) -> None:
+        self.calls.append("end")
+
+
+@pytest.fixture(autouse=True)
+def leave_groups() -> Iterator[None]:
+    """A group that the garbage collector finds blocks whichever thread it runs in, until its transfer times out."""
+    yield
+    while Fleet.made:
+        Fleet.made.pop().leave()
 
 
 class Meeting:
@@ -172,8 +196,8 @@ def test_every_engine_holds_the_sources_bits_after_every_push():
         assert on_rank_1 == {}
     assert fleet.calls == [
         "join 1",
-        *["begin keep", "receive", "commit 1 recompute=True"],
-        *["begin keep", "receive", "commit 2 recompute=True"],
+        *["begin keep", "receive", "commit 1 recompute=True", "end"],
+        *["begin keep", "receive", "commit 2 recompute=True", "end"],
     ]
 
 
@@ -181,7 +205,7 @@ def test_without_in_flight_updates_the_engines_drain():
     fleet = Fleet()
     for future in Ranks(fleet).push(1):
         future.result()
-    assert fleet.calls == ["join 1", "begin drain", "receive", "commit 1 recompute=False"]
+    assert fleet.calls == ["join 1", "begin drain", "receive", "commit 1 recompute=False", "end"]
 
 
 @pytest.mark.parametrize("bucket", [0, 1])
@@ -213,6 +237,20 @@ def test_a_push_after_a_failed_one_forms_a_new_generation_and_repairs_the_engine
         "commit 2 recompute=False",
     ]
     _assert_holds(fleet, ranks.sources[0])
+
+
+def test_no_engine_goes_on_while_another_could_not_switch():
+    fleet = Fleet()
+    fleet.break_commit = True
+    ranks = Ranks(fleet)
+    for future in ranks.push(1):
+        with pytest.raises(RefitError, match=r"version 1 failed while switching.*cannot reset its cache"):
+            future.result()
+    assert "end" not in fleet.calls
+    fleet.break_commit = False
+    for future in ranks.push(1):
+        future.result()
+    assert fleet.calls[-2:] == ["commit 1 recompute=False", "end"]
 
 
 def test_an_engine_that_joins_late_fails_the_refit_in_time_on_every_rank_and_is_in_the_next():
