@@ -105,6 +105,7 @@ def run_actors(
                 num_prompts_per_step=config.algorithm.num_prompts_per_step,
                 num_generations_per_prompt=config.algorithm.num_generations_per_prompt,
                 log_path=str(directory.log_path("replay_buffer")),
+                ledger_path=str(directory.ledger_path),
             )
             collector = CollectorActor.remote(
                 engines=engines.clients(),
@@ -217,3 +218,4 @@ def _stop_collector(actors: RunActors, timeout_s: float) -> None:
     """The orderly end: acknowledged, so that no rollout is cut off in the middle of a commit."""
     actors.supervisor.stop()
     actors.supervisor.call(actors.collector.stop.remote(), what="the collector to stop", timeout_s=timeout_s)
+    actors.supervisor.call(actors.replay.flush.remote(), what="the ledger to be written", timeout_s=timeout_s)

@@ -73,6 +73,7 @@ class Collector:
             retry_backoff_s=retry_backoff_s,
             scorer_threads=scorer_threads,
             recorder=self._recorder,
+            note=replay.note,
         )
         self._replay = replay
         self._max_concurrent_groups = max_concurrent_groups

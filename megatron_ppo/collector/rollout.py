@@ -10,12 +10,13 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from megatron_ppo.collector.seeds import sample_seed
 from megatron_ppo.collector.stats import StatsRecorder
 from megatron_ppo.protocol.errors import GenerationError, GroupMismatchError, NonFiniteError, WaitTimeoutError
+from megatron_ppo.protocol.moves import Stage
 from megatron_ppo.protocol.ports import PromptStream, RolloutEngine, Scorer
 from megatron_ppo.protocol.trajectory import (
     Completion,
@@ -41,6 +42,7 @@ class GroupRollout:
         max_retries: further attempts after a GenerationError.   retry_backoff_s: wait before the first; it
             doubles.
         scorer_threads: groups that may be scored at once.
+        note: is told when a reservation's responses are generated, and when they are scored.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class GroupRollout:
         retry_backoff_s: float,
         scorer_threads: int,
         recorder: StatsRecorder,
+        note: Callable[[Reservation, Stage], Awaitable[None]],
     ) -> None:
         self._engine = engine
         self._scorer = scorer
@@ -70,6 +73,7 @@ class GroupRollout:
         self._max_retries = max_retries
         self._retry_backoff_s = retry_backoff_s
         self._recorder = recorder
+        self._note = note
         self._threads = ThreadPoolExecutor(scorer_threads, thread_name_prefix="scorer")
 
     def close(self) -> None:
@@ -86,7 +90,9 @@ class GroupRollout:
         started_at = time.time()
         completions = await self._generate_with_retries(prompt)
         finished_at = time.time()
+        await self._note(reservation, Stage.GENERATED)
         rewards = await self._score(prompt, completions)
+        await self._note(reservation, Stage.SCORED)
         trajectories = tuple(
             Trajectory(prompt_token_ids=prompt.token_ids, completion=completion, reward=reward)
             for completion, reward in zip(completions, rewards, strict=True)

@@ -110,6 +110,10 @@ class Ledger:
             return self._active[ordinal]
         return OrdinalStatus.DROPPED if ordinal in self._dropped else OrdinalStatus.TRAINED
 
+    def is_open(self, ordinal: int) -> bool:
+        """Whether `ordinal` was handed out and is neither trained nor dropped."""
+        return ordinal in self._active
+
     def drop_reason(self, ordinal: int) -> str | None:
         """Why `ordinal` was dropped, or None if it was not."""
         return self._dropped.get(ordinal)

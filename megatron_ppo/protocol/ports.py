@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from megatron_ppo.protocol.moves import Stage
 from megatron_ppo.protocol.trajectory import (
     Completion,
     Prompt,
@@ -63,6 +64,10 @@ class Replay(Protocol):
 
     async def commit(self, group: PromptGroup) -> None:
         """Store a finished group under its reservation. Raises GroupMismatchError if it holds none."""
+        ...
+
+    async def note(self, reservation: Reservation, stage: Stage) -> None:
+        """Report that a reservation's responses were generated, or scored. Harmless when it is no longer held."""
         ...
 
     async def release(self, reservation: Reservation, *, reason: str) -> None:

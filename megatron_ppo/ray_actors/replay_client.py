@@ -8,6 +8,7 @@ from typing import Any
 import ray
 
 from megatron_ppo.protocol.errors import MegatronPPOError, PartDiedError, WaitTimeoutError
+from megatron_ppo.protocol.moves import Stage
 from megatron_ppo.protocol.trajectory import PromptGroup, Reservation
 
 CALL_TIMEOUT_S = 60.0
@@ -36,6 +37,12 @@ class RayReplayClient:
     async def commit(self, group: PromptGroup) -> None:
         """See `Replay.commit`."""
         await _answer(self._actor.commit.remote(group), what=f"the commit of ordinal {group.ordinal}")
+
+    async def note(self, reservation: Reservation, stage: Stage) -> None:
+        """See `Replay.note`."""
+        await _answer(
+            self._actor.note.remote(reservation, stage), what=f"the note of ordinal {reservation.ordinal}"
+        )
 
     async def release(self, reservation: Reservation, *, reason: str) -> None:
         """See `Replay.release`."""

@@ -1,7 +1,8 @@
 """PromptGroupBuffer: all bookkeeping between collector and learner in one synchronous object.
 
 Owns the window, the table of targets, the prompt ledger and the finished groups; having them in one place
-makes a snapshot atomic for free. Driven by `ReplayService`. No clock, no I/O, no threads.
+makes a snapshot atomic for free. Every move of an ordinal is told to a journal. Driven by `ReplayService`. No clock, no
+I/O, no threads.
 
 Invariants: every stored group has 0 <= age <= A at the step that it is reserved for; no step is trained on
 more or fewer than N groups; no prompt is lost or trained twice; the window never moves back; occupancy never
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 
 from megatron_ppo.protocol.errors import CheckpointError, ConfigError, GroupMismatchError
 from megatron_ppo.protocol.ledger import Ledger, OrdinalStatus
+from megatron_ppo.protocol.moves import Journal, Move, Stage
 from megatron_ppo.protocol.schedule import AsyncSchedule
 from megatron_ppo.protocol.targets import SlotState, TargetTable
 from megatron_ppo.protocol.trajectory import PromptGroup, Reservation
@@ -40,12 +42,18 @@ class PromptGroupBuffer:
         schedule: which targets may be filled when, and how old their groups may be.
         num_prompts_per_step: N, groups that one training step consumes.
         num_generations_per_prompt: G, trajectories that a group must have.
+        journal: is told every move of an ordinal; None keeps no history.
 
     Raises: ConfigError if N or G is below 1.
     """
 
     def __init__(
-        self, *, schedule: AsyncSchedule, num_prompts_per_step: int, num_generations_per_prompt: int
+        self,
+        *,
+        schedule: AsyncSchedule,
+        num_prompts_per_step: int,
+        num_generations_per_prompt: int,
+        journal: Journal | None = None,
     ) -> None:
         for key, value in (
             ("num_prompts_per_step", num_prompts_per_step),
@@ -63,6 +71,7 @@ class PromptGroupBuffer:
         self._groups: dict[int, PromptGroup] = {}
         self._release_reasons: dict[int, str] = {}
         self._counters = Counters()
+        self._journal = journal
 
     @property
     def capacity(self) -> int:
@@ -127,6 +136,7 @@ class PromptGroupBuffer:
             reservation = Reservation(ordinal=ordinal, target_step=target, opened_at_step=self._window.step)
             self._reservations[ordinal] = reservation
             reservations.append(reservation)
+            self._record(ordinal, Stage.DISPATCHED, target_step=target)
         return reservations
 
     def commit(self, group: PromptGroup) -> None:
@@ -138,7 +148,7 @@ class PromptGroupBuffer:
         Raises: GroupMismatchError for a group without reservation, of the wrong size, over different prompts,
             or sampled by weights that are newer than its target step's.
         """
-        if group.target_step < self.lowest_unfinished and self._is_open(group.ordinal):
+        if group.target_step < self.lowest_unfinished and self._ledger.is_open(group.ordinal):
             self._counters.late_commits += 1
             logger.warning("group of ordinal %d came after its step %d", group.ordinal, group.target_step)
             return
@@ -155,6 +165,14 @@ class PromptGroupBuffer:
         del self._reservations[group.ordinal]
         self._groups[group.ordinal] = group
         self._counters.committed += 1
+        self._record_group(group, Stage.COMMITTED)
+
+    def note(self, reservation: Reservation, stage: Stage) -> bool:
+        """Tell the journal that a group in flight was generated or scored; whether its reservation is still held."""
+        if self._reservations.get(reservation.ordinal) != reservation:
+            return False
+        self._record(reservation.ordinal, stage, target_step=reservation.target_step)
+        return True
 
     def release(self, reservation: Reservation, *, reason: str) -> bool:
         """Give a slot back; its ordinal becomes pending. Returns whether the reservation was still held."""
@@ -170,6 +188,7 @@ class PromptGroupBuffer:
             return False
         self._ledger.drop(reservation.ordinal, reason=reason)
         self._release_reasons.pop(reservation.ordinal, None)
+        self._record(reservation.ordinal, Stage.DROPPED, target_step=reservation.target_step, reason=reason)
         return True
 
     def ready_count(self, target: int) -> int:
@@ -196,6 +215,7 @@ class PromptGroupBuffer:
             return None
         for ordinal in ordinals:
             self._ledger.mark_trained(ordinal)
+            self._record_group(self._groups[ordinal], Stage.TRAINED)
         self._ledger.check()
         self._counters.trained += len(ordinals)
         return [self._groups.pop(ordinal) for ordinal in ordinals]
@@ -290,9 +310,33 @@ class PromptGroupBuffer:
     def _to_pending(self, ordinals: Iterable[int], reason: str) -> None:
         for ordinal in ordinals:
             self._ledger.release(ordinal)
-            self._reservations.pop(ordinal, None)
+            held = self._reservations.pop(ordinal, None) or self._groups.get(ordinal)
             self._groups.pop(ordinal, None)
             self._release_reasons[ordinal] = reason
+            target = None if held is None else held.target_step
+            self._record(ordinal, Stage.RELEASED, target_step=target, reason=reason)
+
+    def _record(
+        self, ordinal: int, stage: Stage, *, target_step: int | None, reason: str | None = None
+    ) -> None:
+        if self._journal is not None:
+            step = None if self._window is None else self._window.step
+            self._journal.record(
+                Move(ordinal=ordinal, stage=stage, step=step, target_step=target_step, reason=reason)
+            )
+
+    def _record_group(self, group: PromptGroup, stage: Stage) -> None:
+        if self._journal is not None:
+            self._journal.record(
+                Move(
+                    ordinal=group.ordinal,
+                    stage=stage,
+                    step=None if self._window is None else self._window.step,
+                    target_step=group.target_step,
+                    min_version=group.min_version,
+                    max_version=group.max_version,
+                )
+            )
 
     def _skip_targets_below(self, step: int) -> None:
         lost = self._targets.skip_to(step)
@@ -300,13 +344,6 @@ class PromptGroupBuffer:
             logger.warning("step %d was announced while ordinals %s waited for earlier steps", step, lost)
             self._counters.evicted += len(lost)
             self._to_pending(lost, f"its target step was skipped when step {step} was announced")
-
-    def _is_open(self, ordinal: int) -> bool:
-        return self._ledger.status(ordinal) in (
-            OrdinalStatus.PENDING,
-            OrdinalStatus.RESERVED,
-            OrdinalStatus.READY,
-        )
 
     def _check_reservation(self, group: PromptGroup) -> None:
         held = self._reservations.get(group.ordinal)

@@ -3,8 +3,7 @@
 Owns the waiting. Driven by the collector (reserve, commit, release, fail) and by the learner (open, take,
 snapshot, restore), directly in one process or through an actor.
 
-Invariant: a wake-up cannot be lost. Every change of the buffer happens between two awaits and notifies all
-    waiters of
+Invariant: a wake-up cannot be lost. Every change of the buffer happens between two awaits and notifies all waiters of
 the one condition; every waiter re-evaluates its own predicate; every wait is bounded.
 """
 
@@ -16,8 +15,10 @@ import time
 from collections.abc import Callable
 
 from megatron_ppo.protocol.errors import PartDiedError, WaitTimeoutError
+from megatron_ppo.protocol.moves import Stage
 from megatron_ppo.protocol.trajectory import PromptGroup, Reservation
 from megatron_ppo.replay.buffer import PromptGroupBuffer
+from megatron_ppo.replay.journal import LedgerFile
 from megatron_ppo.replay.state import from_json, to_json
 from megatron_ppo.replay.status import BufferStatus, ContentDiagnostics, diagnose
 
@@ -30,10 +31,14 @@ class ReplayService:
     consumes: groups from the collector.   produces: complete target steps for the learner.
     waits for: `reserve` for a free slot in the window, `take` for the last group of its target.
     unblocked by: `open`, `commit`, `release`, `restore`, `fail`, or the time limit.
+
+    Args:
+        journal: where `buffer` records its moves; None keeps no history.
     """
 
-    def __init__(self, buffer: PromptGroupBuffer) -> None:
+    def __init__(self, buffer: PromptGroupBuffer, *, journal: LedgerFile | None = None) -> None:
         self._buffer = buffer
+        self._journal = journal
         self._changed = asyncio.Condition()
         self._failure: str | None = None
         self._reserved_at: dict[int, float] = {}
@@ -59,6 +64,10 @@ class ReplayService:
             self._reserved_at.pop(group.ordinal, None)
             self._changed.notify_all()
 
+    async def note(self, reservation: Reservation, stage: Stage) -> None:
+        """See `Replay.note`."""
+        self._buffer.note(reservation, stage)
+
     async def release(self, reservation: Reservation, *, reason: str) -> None:
         """See `Replay.release`."""
         async with self._changed:
@@ -79,7 +88,8 @@ class ReplayService:
         """The N groups of `target_step`, first finished first; they count as trained from here on.
 
         Raises: PartDiedError with the collector's cause after `fail`; WaitTimeoutError after `timeout_s`,
-            with what is missing; GroupMismatchError if the step can never be taken.
+            with what is missing; GroupMismatchError if the step can never be taken, or if the history of moves
+            does not lead to what the buffer holds.
         """
         groups: list[PromptGroup] = []
 
@@ -91,6 +101,9 @@ class ReplayService:
         if not await self._wait(take_all, timeout_s):
             raise WaitTimeoutError(f"waited {timeout_s:.1f} s for groups: {self.describe(target_step)}")
         self._forget_times()
+        if self._journal is not None:
+            self._journal.check(self._buffer.ledger.counts())
+            self._journal.flush()
         return groups
 
     async def fail(self, message: str) -> None:
@@ -101,7 +114,15 @@ class ReplayService:
 
     async def snapshot(self) -> str:
         """One atomic snapshot of buffer, targets, ledger and prompt position, as JSON text."""
+        if self._journal is not None:  # on disk before the checkpoint that relies on it
+            self._journal.sync()
+        self._log_cut()
         return to_json(self._buffer.state())
+
+    async def flush(self) -> None:
+        """Hand the history of moves to the operating system."""
+        if self._journal is not None:
+            self._journal.flush()
 
     async def restore(self, snapshot: str | None, *, resume_step: int) -> None:
         """Continue from a snapshot, or with an empty buffer, at `resume_step` completed steps.
@@ -113,10 +134,13 @@ class ReplayService:
                 logger.warning(
                     "no replay snapshot for step %d: the prompts start from the first", resume_step
                 )
+            self._begin_attempt(resume_step)
             return
         async with self._changed:
             report = self._buffer.restore(from_json(snapshot), resume_step=resume_step)
             logger.info("replay buffer restored: %s", report)
+            self._log_cut()
+            self._begin_attempt(resume_step)
             self._changed.notify_all()
 
     async def status(self) -> BufferStatus:
@@ -138,7 +162,8 @@ class ReplayService:
         longest = (
             "nothing in flight"
             if oldest is None
-            else f"longest in flight: ordinal {oldest}, {now - self._reserved_at[oldest]:.1f} s"
+            else f"longest in flight: ordinal {oldest}{self._stage_of(oldest)}, "
+            f"{now - self._reserved_at[oldest]:.1f} s"
         )
         return f"{self._buffer.status().describe(target_step)}; {longest}"
 
@@ -158,6 +183,24 @@ class ReplayService:
         except TimeoutError:
             # The change that was waited for may have come together with the time limit.
             return attempt()
+
+    def _begin_attempt(self, step: int) -> None:
+        if self._journal is not None:
+            self._journal.begin(self._buffer.ledger, step=step, reasons=self._buffer.status().pending)
+
+    def _log_cut(self) -> None:
+        cut, frontier = self._buffer.ledger.cut, self._buffer.ledger.trained_frontier
+        if cut < frontier:
+            logger.info(
+                "a resume starts at ordinal %d, below the trained frontier %d: ordinals %s are open",
+                cut,
+                frontier,
+                [q for q in range(cut, frontier) if self._buffer.ledger.is_open(q)],
+            )
+
+    def _stage_of(self, ordinal: int) -> str:
+        stage = None if self._journal is None else self._journal.stage(ordinal)
+        return "" if stage is None else f" ({stage})"
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

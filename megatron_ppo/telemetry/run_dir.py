@@ -89,6 +89,11 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def ledger_path(self) -> Path:
+        """History of every prompt, one move a line; read by `scripts/ledger.py`."""
+        return self.path / "ledger.jsonl"
+
+    @property
     def events_dir(self) -> Path:
         """TensorBoard event files."""
         return self.path / "events"
