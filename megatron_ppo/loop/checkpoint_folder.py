@@ -92,13 +92,16 @@ class CheckpointFolder:
         if final.exists():  # torn, otherwise the run would have continued from it
             _retire(final)
         self.temporary(step).rename(final)
-        latest = self.path / f"{LATEST_FILE}.tmp"
-        latest.write_text(final.name)
-        _flush(latest)
-        latest.replace(self.path / LATEST_FILE)
-        _flush(self.path)
+        self._point_latest_at(final.name)
         for folder in self._expired(retention):
             _retire(folder)
+        self.sweep()
+
+    def finish_killed_publication(self, newest: str) -> None:
+        """Do what a kill after the rename of `newest` has left undone: `latest`, and what is to be deleted."""
+        latest = self.path / LATEST_FILE
+        if not latest.exists() or latest.read_text() != newest:
+            self._point_latest_at(newest)
         self.sweep()
 
     def saved(self) -> list[Path]:
@@ -127,6 +130,13 @@ class CheckpointFolder:
             _check_identity(folder, info, identity)
             return Choice(newest=folder.name, torn=tuple(torn))
         return Choice(newest=None, torn=tuple(torn))
+
+    def _point_latest_at(self, name: str) -> None:
+        latest = self.path / f"{LATEST_FILE}.tmp"
+        latest.write_text(name)
+        _flush(latest)
+        latest.replace(self.path / LATEST_FILE)
+        _flush(self.path)
 
     def _expired(self, retention: Retention) -> list[Path]:
         complete: list[Path] = []

@@ -245,6 +245,8 @@ class RunCheckpoints:
             raise CheckpointError(
                 f"run.resume names this run, but {self._files.path} holds no complete checkpoint{torn}"
             )
+        if choice.newest is not None:
+            self._files.finish_killed_publication(choice.newest)
         return choice.newest
 
     def _snapshot(self) -> str:

@@ -1,8 +1,8 @@
 """The ledger's history: which moves follow which, where every ordinal is after them, and how its file is read.
 
 `LedgerHistory` is the one judge of a sequence of moves: the writer applies each before it is written, and
-`scripts/ledger.py` and the tests apply them again from the file. It shares no code with `protocol.ledger.Ledger`, so that each checks
-the other.
+`scripts/ledger.py` and the tests apply them again from the file. It shares no code with `protocol.ledger.Ledger`, so
+each checks the other.
 Invariant: exactly-once. An ordinal is trained at most once unless the training was rolled back in between.
 """
 

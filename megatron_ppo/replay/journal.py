@@ -23,6 +23,11 @@ FLUSH_BYTES = 1 << 16
 """About 500 moves; one write takes microseconds."""
 
 
+CUT_MARK = b" (cut off)\n"
+"""Ends a line that a kill cut off, so that it does not swallow the next one. A bare newline would not do: a line that
+lacks nothing else would count from then on, although this attempt began without it."""
+
+
 class LedgerFile:
     """Implements `Journal` over `path`, which is created, or continued by a new attempt.
 
@@ -36,8 +41,8 @@ class LedgerFile:
         self._unwritten = bytearray()
         self._reported = False
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        if not _ends_whole(path):  # so that the line which a kill cut off does not swallow the next one
-            self._unwritten += b"\n"
+        if not _ends_whole(path):
+            self._unwritten += CUT_MARK
 
     @property
     def attempt(self) -> int:

@@ -152,6 +152,22 @@ def test_a_file_that_is_cut_anywhere_is_continued(tmp_path: Path, size: int) -> 
     assert read_history(path).ordinals(Stage.TRAINED) == [0, 1, 2, 3]
 
 
+def test_a_line_that_lacks_only_its_end_counts_neither_at_the_restart_nor_later(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    first = Life(path)
+    first.restore(None, 0)
+    first.fill(2)
+    first.train(0)
+    first.kill()
+    path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+    assert read_history(path).ordinals(Stage.TRAINED) == [0]
+    second = Life(path)
+    second.restore(None, 0)
+    second.fill(2)
+    second.train(0)
+    assert read_history(path).ordinals(Stage.TRAINED) == [0, 1]
+
+
 def test_lines_of_a_process_that_outlived_its_attempt_do_not_count(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     first = Life(path)
