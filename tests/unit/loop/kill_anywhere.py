@@ -201,7 +201,7 @@ class SteppedCollection:
     def __init__(
         self,
         order: StepOrder,
-        schedule: AsyncSchedule,
+        plan: Plan,
         engine: FakeEngine,
         ledger: MortalLedger,
         death: Death,
@@ -217,7 +217,7 @@ class SteppedCollection:
         self.engine = engine
         self.replay = ReplayService(
             PromptGroupBuffer(
-                schedule=schedule,
+                schedule=plan.schedule,
                 num_prompts_per_step=PROMPTS,
                 num_generations_per_prompt=GENERATIONS,
                 journal=ledger,
@@ -230,7 +230,7 @@ class SteppedCollection:
             scorer=FakeScorer(),
             prompts=STREAM,
             num_generations=GENERATIONS,
-            sampling=SamplingSettings(max_new_tokens=6),
+            sampling=SamplingSettings(max_new_tokens=plan.max_new_tokens),
             seed=seed,
             max_concurrent_groups=3,
             deadline_s=LIMIT_S,
@@ -308,14 +308,16 @@ class Plan:
 
     Attributes:
         checkpoint_period: in steps.   asynchronous, load_replay_buffer: of its checkpoints.
-        token_latency_s: > 0 lets groups be unfinished when the learner saves.
+        seed: of the run; None draws other responses in every life, as an engine does that does not keep to seeds.
+        max_new_tokens: every token takes the engine one turn of the event loop.
     """
 
     schedule: AsyncSchedule
     checkpoint_period: int
     asynchronous: bool
     load_replay_buffer: bool
-    token_latency_s: float = 0.0
+    seed: int | None = None
+    max_new_tokens: int = 6
 
 
 def live_once(plan: Plan, folder: Path, death: Death, rng: random.Random) -> bool:
@@ -324,15 +326,14 @@ def live_once(plan: Plan, folder: Path, death: Death, rng: random.Random) -> boo
     newest = CheckpointFolder(checkpoints).choose({}).newest
     first_step = 0 if newest is None else int(newest.removeprefix("step_"))
     order = StepOrder(schedule=plan.schedule, ppo_epochs=1, first_step=first_step)
-    engine = MortalEngine(death, token_latency_s=plan.token_latency_s)
+    engine = MortalEngine(death)
     FILE_POINTS.death = death
     ledger: MortalLedger | None = None
     collection: SteppedCollection | None = None
     try:
         ledger = MortalLedger(folder / "ledger.jsonl", death)
-        collection = SteppedCollection(
-            order, plan.schedule, engine, ledger, death, seed=rng.randrange(1 << 30)
-        )
+        seed = rng.randrange(1 << 30) if plan.seed is None else plan.seed
+        collection = SteppedCollection(order, plan, engine, ledger, death, seed)
         parts = _parts(plan, folder, order, engine, collection, death, rng)
         settings = loop_settings(
             plan.schedule,
