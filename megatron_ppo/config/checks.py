@@ -72,6 +72,7 @@ def derive(
         _loss_problems,
         _batch_problems,
         _unsupported_problems,
+        _restore_problems,
     ):
         findings.lines.extend(rule(config))
     schedule = findings.attempt(lambda: config.schedule.schedule(config.run.max_num_steps))
@@ -235,6 +236,15 @@ def _staleness_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"inference.kv_cache_dtype: got {config.inference.kv_cache_dtype!r}; must be 'auto' {why}, "
             "because FP8 scales belong to one weight version"
+        )
+
+
+def _restore_problems(config: RunConfig) -> Iterator[str]:
+    if config.checkpoint.drop_incomplete_targets_on_restore:
+        yield (
+            "checkpoint.drop_incomplete_targets_on_restore: got true, must be false: dropping the stored groups of a "
+            "step only costs their generation, a resume generates the missing ones. "
+            "checkpoint.load_replay_buffer=false generates all of them again"
         )
 
 

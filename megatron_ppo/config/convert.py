@@ -123,6 +123,11 @@ def _rules() -> Iterator[tuple[str, str, Converter]]:
     yield "checkpointing.metric_name", "checkpoint.metric", _metric
     yield "checkpointing.higher_is_better", "checkpoint.higher_is_better", _same
     yield "checkpointing.load_replay_buffer", "checkpoint.load_replay_buffer", _same
+    yield (
+        "ppo.async_ppo.drop_incomplete_targets_on_restore",
+        "checkpoint.drop_incomplete_targets_on_restore",
+        _same,
+    )
     yield "checkpointing.checkpoint_dir", "run.dir", _same
     yield from _generation_rules("policy.generation")
     for model, ours in (("policy", "policy"), ("value", "critic"), ("critic", "critic")):
@@ -170,7 +175,6 @@ def _model_rules(theirs: str, ours: str) -> Iterator[tuple[str, str, Converter]]
 
 # Keys whose counterpart is a behaviour; a prefix covers everything below it.
 _REASONS: dict[str, str] = {
-    "ppo.async_ppo.drop_incomplete_targets_on_restore": "incomplete targets are always completed on restore",
     "ppo.val_batch_size": "validation sends every prompt at once; the engine batches",
     "ppo.max_rollout_turns": "one turn",
     "ppo.use_dynamic_sampling": "not available",

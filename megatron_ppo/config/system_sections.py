@@ -185,6 +185,10 @@ class CheckpointSection(Section):
     load_replay_buffer: bool = setting(
         True, "On resume, train on the stored groups; false generates them again."
     )
+    drop_incomplete_targets_on_restore: bool = setting(
+        False,
+        "Only false: a resume completes the steps whose groups were partly stored. true would discard them.",
+    )
 
 
 class TelemetrySection(Section):

@@ -42,6 +42,10 @@ def composition_refusal(*words: str) -> str:
 
 
 BAD_VALUES: list[tuple[dict[str, Any], list[str]]] = [
+    (
+        {"checkpoint.drop_incomplete_targets_on_restore": True},
+        ["checkpoint.drop_incomplete_targets_on_restore", "got true", "must be false", "load_replay_buffer"],
+    ),
     ({"schedule.max_trajectory_age_steps": -1}, ["schedule.max_trajectory_age_steps", "-1", ">= 0"]),
     (
         {"schedule.max_trajectory_age_steps": 3, "schedule.warmup_generation_lead_steps": 2},

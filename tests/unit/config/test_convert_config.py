@@ -86,19 +86,22 @@ def test_values_land_under_our_keys() -> None:
         "dynamic_batching": {"enabled": True, "logprob_mb_tokens": 8192, "sequence_length_round": 32},
     }
     assert ours["inference"] == {"top_k": 0, "max_new_tokens": 64, "asynchronous": True, "dtype": "bfloat16"}
-    assert ours["checkpoint"] == {"metric": "validation/accuracy", "keep_best": 3}
+    assert ours["checkpoint"] == {
+        "metric": "validation/accuracy",
+        "keep_best": 3,
+        "drop_incomplete_targets_on_restore": False,
+    }
 
 
 def test_keys_without_counterpart_are_reported_with_a_reason() -> None:
     unmapped = convert(THEIRS).unmapped
     assert set(unmapped) == {
         "ppo.val_batch_size",
-        "ppo.async_ppo.drop_incomplete_targets_on_restore",
         "checkpointing.enabled",
         "cluster.num_nodes",
         "policy.sequence_packing.algorithm",
     }
-    assert "completed on restore" in unmapped["ppo.async_ppo.drop_incomplete_targets_on_restore"]
+    assert unmapped["checkpointing.enabled"] == "checkpoint.period 0 turns checkpoints off"
 
 
 def test_async_off_becomes_age_zero() -> None:

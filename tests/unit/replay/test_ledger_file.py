@@ -198,6 +198,28 @@ def test_released_and_dropped_prompts_keep_their_reasons(tmp_path: Path) -> None
     assert not life.buffer.note(slot, Stage.GENERATED)
 
 
+def test_a_cut_below_the_trained_frontier_is_logged_at_save_and_restore(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    first = Life(tmp_path / "ledger.jsonl")
+    first.restore(None, 0)
+    slots = first.buffer.reserve(4)
+    first.finish(slots[0])
+    first.buffer.drop(slots[1], reason="failed for good")
+    assert [slot.target_step for slot in first.fill(1)] == [0]  # a later prompt, ordinal 4, takes the place
+    snapshot = first.train(0)
+    message = "a resume starts at ordinal 2, below the trained frontier 5: ordinals [2, 3] are open"
+    assert caplog.text.count(message) == 1
+    second = Life(tmp_path / "ledger.jsonl")
+    second.restore(snapshot, 1)
+    assert caplog.text.count(message) == 2
+    second.fill(2)
+    second.train(1)
+    assert read_history(tmp_path / "ledger.jsonl").ordinals(Stage.TRAINED) == [0, 2, 3, 4]
+    assert caplog.text.count("below the trained frontier") == 2
+
+
 def test_a_history_that_differs_from_the_buffer_ends_the_step(tmp_path: Path) -> None:
     life = Life(tmp_path / "ledger.jsonl")
     life.restore(None, 0)
