@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_ppo.collector.scoring import ScoringSettings
 from megatron_ppo.config.derived import Derived
 from megatron_ppo.config.schema import RunConfig
 from megatron_ppo.data.task import TaskSpec
@@ -60,6 +61,7 @@ class RunActors:
             "collector/trajectories": float(stats.trajectories),
             "collector/retries": float(stats.retries),
             "collector/failures": float(stats.failures),
+            "collector/dropped_prompts": float(stats.dropped),
             "collector/generation_busy_s": stats.generation_busy_s,
             "collector/window_wait_s": stats.window_wait_s,
             "collector/max_loop_lag_s": stats.max_loop_lag_s,
@@ -110,7 +112,7 @@ def run_actors(
             collector = CollectorActor.remote(
                 engines=engines.clients(),
                 replay=replay,
-                scorer=config.reward.spec(target=task.reward.target, kwargs=task.reward.kwargs),
+                scoring=_scoring_settings(config, task),
                 prompts={
                     "_target_": "megatron_ppo.data.tasks.train_prompts",
                     "stream_seed": config.run.seed,
@@ -210,8 +212,20 @@ def _collector_settings(config: RunConfig, derived: Derived) -> dict[str, Any]:
         "max_concurrent_groups": derived.max_concurrent_groups,
         "deadline_s": config.inference.request_deadline_s,
         "max_generation_failures": config.schedule.max_generation_failures,
-        **config.collector.model_dump(exclude={"max_concurrent_groups"}),
+        "max_retries": config.collector.max_retries,
+        "retry_backoff_s": config.collector.retry_backoff_s,
     }
+
+
+def _scoring_settings(config: RunConfig, task: TaskSpec) -> ScoringSettings:
+    spec = config.reward.spec(target=task.reward.target, kwargs=task.reward.kwargs)
+    return ScoringSettings(
+        target=spec.pop("_target_"),
+        kwargs=spec,
+        isolated=config.reward.isolation == "process",
+        concurrency=config.collector.scorer_threads,
+        deadline_s=config.collector.scoring_deadline_s,
+    )
 
 
 def _stop_collector(actors: RunActors, timeout_s: float) -> None:

@@ -29,9 +29,11 @@ from megatron_ppo.loop.recorded import RecordedGroups
 from megatron_ppo.loop.validation import EngineValidator
 from megatron_ppo.mcore.parallel import DistributedRuntime
 from megatron_ppo.protocol.errors import ConfigError
+from megatron_ppo.protocol.ports import Scorer
 from megatron_ppo.protocol.trajectory import SamplingSettings
 from megatron_ppo.ray_actors.rank0 import RankZero, RayGroupSource
 from megatron_ppo.refit.agreement import agreement_over
+from megatron_ppo.rewards.process_pool import IsolatedScorer
 from megatron_ppo.telemetry.display import ProgressDisplay
 from megatron_ppo.telemetry.metrics import NullTelemetry, Telemetry
 from megatron_ppo.telemetry.run_dir import RunDirectory
@@ -186,7 +188,15 @@ class PartsBuilder:
     def _validator(self) -> EngineValidator:
         config, task, actors = self.config, self.task, self.actors
         reward = config.reward.spec(target=task.reward.target, kwargs=task.reward.kwargs)
-        scorer = resolve(reward.pop("_target_"))(**reward)
+        target, kwargs = reward.pop("_target_"), reward
+        if actors is not None and config.reward.isolation == "process":
+            isolated = IsolatedScorer(
+                target=target, kwargs=kwargs, deadline_s=config.collector.scoring_deadline_s
+            )
+            self.stack.callback(isolated.close)
+            scorer: Scorer = isolated
+        else:
+            scorer = resolve(target)(**kwargs)
         return EngineValidator(
             engines=actors.engines if actors else None,
             prompts=task.validation_prompts(limit=config.validation.max_samples),

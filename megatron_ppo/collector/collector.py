@@ -4,7 +4,7 @@ Owns the running rollouts and the failure rule. Driven by `run`, which its proce
 may be called at any time from the same event loop. A group is committed as soon as it is complete, so a slow
 one holds nobody but itself.
 
-Invariant: a reservation that was handed to the collector is committed or released, whatever happens.
+Invariant: a reservation that was handed to the collector is committed, released or dropped, whatever happens.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable
 
 from megatron_ppo.collector.rollout import GroupRollout
+from megatron_ppo.collector.scoring import Scoring
 from megatron_ppo.collector.stats import CollectorStats, StatsRecorder
-from megatron_ppo.protocol.errors import GenerationError, PartDiedError, WaitTimeoutError
-from megatron_ppo.protocol.ports import PromptStream, Replay, RolloutEngine, Scorer
+from megatron_ppo.protocol.errors import GenerationError, PartDiedError, ScoringError, WaitTimeoutError
+from megatron_ppo.protocol.ports import PromptStream, Replay, RolloutEngine
 from megatron_ppo.protocol.trajectory import Reservation, SamplingSettings
 
 logger = logging.getLogger(__name__)
@@ -32,8 +33,9 @@ class Collector:
 
     Args:
         max_concurrent_groups: rollouts at the same time; enough to keep every engine slot busy.
-        max_generation_failures: a group that used up its retries is released and counted. The run ends when
-            more than this many fail in a row, or when one prompt fails more than this many times.
+        max_generation_failures: a group that used up its retries of generation or scoring is released, generated
+            again and counted. The run ends when more than this many fail in a row; a prompt that fails more
+            often than that while others succeed is dropped.
         reserve_timeout_s: how long one request for slots may wait; `stop` and `pause` take effect within it.
         For the others see `GroupRollout`.
     """
@@ -43,18 +45,16 @@ class Collector:
         *,
         replay: Replay,
         engine: RolloutEngine,
-        scorer: Scorer,
+        scoring: Scoring,
         prompts: PromptStream,
         num_generations: int,
         sampling: SamplingSettings,
         seed: int,
         max_concurrent_groups: int,
         deadline_s: float,
-        scoring_deadline_s: float = 60.0,
         max_retries: int = 1,
         retry_backoff_s: float = 0.5,
         max_generation_failures: int = 0,
-        scorer_threads: int = 1,
         reserve_timeout_s: float = 0.5,
     ) -> None:
         if max_concurrent_groups < 1:
@@ -62,16 +62,14 @@ class Collector:
         self._recorder = StatsRecorder()
         self._rollout = GroupRollout(
             engine=engine,
-            scorer=scorer,
+            scoring=scoring,
             prompts=prompts,
             num_generations=num_generations,
             sampling=sampling,
             seed=seed,
             deadline_s=deadline_s,
-            scoring_deadline_s=scoring_deadline_s,
             max_retries=max_retries,
             retry_backoff_s=retry_backoff_s,
-            scorer_threads=scorer_threads,
             recorder=self._recorder,
             note=replay.note,
         )
@@ -172,7 +170,7 @@ class Collector:
 
     async def _collect(self, reservation: Reservation) -> None:
         """One rollout; never raises. What ends the run is kept in `_failure`."""
-        committed = False
+        committed, drop = False, False
         reason = "the collector stopped"
         try:
             group = await self._rollout.roll_out(reservation)
@@ -183,35 +181,46 @@ class Collector:
             self._failures_of.pop(reservation.ordinal, None)
         except asyncio.CancelledError:
             logger.info("ordinal %d: rollout cancelled", reservation.ordinal)
-        except GenerationError as error:
-            reason = f"generation failed: {error}"
-            self._count_failure(reservation, error)
+        except (GenerationError, ScoringError) as error:
+            what = "generation" if isinstance(error, GenerationError) else "scoring"
+            reason = f"{what} failed: {error}"
+            drop = self._count_failure(reservation, error)
         except Exception as error:  # the border of the process: what ends the run is raised by `run`
             reason = f"{type(error).__name__}: {error}"
             self._record_fatal(reservation, error)
         finally:
             if not committed:
-                await self._release(reservation, reason)
+                await self._give_back(reservation, reason, drop=drop)
             self._tasks.discard(asyncio.current_task())
             await self._notify()
 
-    async def _release(self, reservation: Reservation, reason: str) -> None:
+    async def _give_back(self, reservation: Reservation, reason: str, *, drop: bool) -> None:
         try:
-            await self._replay.release(reservation, reason=reason)
+            if drop:
+                await self._replay.drop(reservation, reason=reason)
+                self._recorder.add(dropped=1)
+            else:
+                await self._replay.release(reservation, reason=reason)
         except Exception as error:  # the buffer is gone; the rollout must still end, and `run` raises
             self._record_fatal(reservation, error)
 
-    def _count_failure(self, reservation: Reservation, error: GenerationError) -> None:
+    def _count_failure(self, reservation: Reservation, error: Exception) -> bool:
+        """Count a group that used up its retries; whether its prompt is to be dropped."""
         if self._stopping:
-            return
+            return False
         in_a_row = self._recorder.failed()
         of_this_prompt = self._failures_of.get(reservation.ordinal, 0) + 1
         self._failures_of[reservation.ordinal] = of_this_prompt
         logger.warning(
             "ordinal %d failed for step %d: %s", reservation.ordinal, reservation.target_step, error
         )
-        if max(in_a_row, of_this_prompt) > self._max_generation_failures:
+        if in_a_row > self._max_generation_failures:
             self._record_fatal(reservation, error, f"{in_a_row} in a row, {of_this_prompt} of this prompt")
+            return False
+        if of_this_prompt > self._max_generation_failures:
+            del self._failures_of[reservation.ordinal]
+            return True
+        return False
 
     def _record_fatal(self, reservation: Reservation, error: Exception, count: str | None = None) -> None:
         limit = f" ({count}; max_generation_failures={self._max_generation_failures})" if count else ""

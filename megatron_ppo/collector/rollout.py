@@ -1,6 +1,6 @@
-"""One prompt group from reservation to finished record: generate with retries, score off the event loop.
+"""One prompt group from reservation to finished record: generate and score, both with retries.
 
-Owns the retry rule and the scoring threads. Driven by the collector, which decides what a failure means.
+Owns the retry rule. Driven by the collector, which decides what a failure means.
 Invariant: a group is whole or an error; a failed response never becomes an empty one with reward 0.
 """
 
@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
+from megatron_ppo.collector.scoring import Scoring
 from megatron_ppo.collector.seeds import sample_seed
 from megatron_ppo.collector.stats import StatsRecorder
-from megatron_ppo.protocol.errors import GenerationError, GroupMismatchError, NonFiniteError, WaitTimeoutError
+from megatron_ppo.protocol.errors import GenerationError, GroupMismatchError, ScoringError
 from megatron_ppo.protocol.moves import Stage
-from megatron_ppo.protocol.ports import PromptStream, RolloutEngine, Scorer
+from megatron_ppo.protocol.ports import PromptStream, RolloutEngine
 from megatron_ppo.protocol.trajectory import (
     Completion,
     Prompt,
@@ -29,6 +29,8 @@ from megatron_ppo.protocol.trajectory import (
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 # The engine enforces the deadline itself; this is for a client whose answer never comes.
 DEADLINE_GRACE_S = 5.0
 
@@ -38,10 +40,9 @@ class GroupRollout:
 
     Args:
         num_generations: G, responses per prompt.   seed: of the run; see `sample_seed`.
-        deadline_s: limit of one generation attempt.   scoring_deadline_s: limit of scoring one group.
-        max_retries: further attempts after a GenerationError.   retry_backoff_s: wait before the first; it
-            doubles.
-        scorer_threads: groups that may be scored at once.
+        deadline_s: limit of one generation attempt.   scoring: has a limit of its own.
+        max_retries: further attempts after a GenerationError, and after a ScoringError, which scores the same
+            responses again.   retry_backoff_s: wait before the first; it doubles.
         note: is told when a reservation's responses are generated, and when they are scored.
     """
 
@@ -49,49 +50,47 @@ class GroupRollout:
         self,
         *,
         engine: RolloutEngine,
-        scorer: Scorer,
+        scoring: Scoring,
         prompts: PromptStream,
         num_generations: int,
         sampling: SamplingSettings,
         seed: int,
         deadline_s: float,
-        scoring_deadline_s: float,
         max_retries: int,
         retry_backoff_s: float,
-        scorer_threads: int,
         recorder: StatsRecorder,
         note: Callable[[Reservation, Stage], Awaitable[None]],
     ) -> None:
         self._engine = engine
-        self._scorer = scorer
+        self._scoring = scoring
         self._prompts = prompts
         self._num_generations = num_generations
         self._sampling = sampling
         self._seed = seed
         self._deadline_s = deadline_s
-        self._scoring_deadline_s = scoring_deadline_s
         self._max_retries = max_retries
         self._retry_backoff_s = retry_backoff_s
         self._recorder = recorder
         self._note = note
-        self._threads = ThreadPoolExecutor(scorer_threads, thread_name_prefix="scorer")
 
     def close(self) -> None:
-        """Stop taking scoring work; a running scorer is not waited for."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Stop taking scoring work; see `Scoring.close`."""
+        self._scoring.close()
 
     async def roll_out(self, reservation: Reservation) -> PromptGroup:
         """Generate and score the group of `reservation`.
 
-        Raises: GenerationError after the last retry; NonFiniteError for a reward that is NaN or infinite;
-            WaitTimeoutError when scoring exceeds its limit; whatever the scorer or a dead engine raises.
+        Raises: GenerationError or ScoringError after the last retry; NonFiniteError for a reward that is NaN or
+            infinite; WaitTimeoutError when scoring hangs and cannot be killed; whatever a dead engine raises.
         """
         prompt = self._prompts.prompt_at(reservation.ordinal)
         started_at = time.time()
-        completions = await self._generate_with_retries(prompt)
+        completions = await self._with_retries(prompt, GenerationError, self._generate)
         finished_at = time.time()
         await self._note(reservation, Stage.GENERATED)
-        rewards = await self._score(prompt, completions)
+        rewards = await self._with_retries(
+            prompt, ScoringError, lambda prompt: self._score(prompt, completions)
+        )
         await self._note(reservation, Stage.SCORED)
         trajectories = tuple(
             Trajectory(prompt_token_ids=prompt.token_ids, completion=completion, reward=reward)
@@ -106,13 +105,17 @@ class GroupRollout:
             finished_at=finished_at,
         )
 
-    async def _generate_with_retries(self, prompt: Prompt) -> list[Completion]:
+    async def _with_retries(
+        self,
+        prompt: Prompt,
+        failure: type[GenerationError | ScoringError],
+        attempt_once: Callable[[Prompt], Awaitable[T]],
+    ) -> T:
         backoff_s = self._retry_backoff_s
         for attempt in range(self._max_retries + 1):
             try:
-                with self._recorder.generating():
-                    return await self._generate(prompt)
-            except GenerationError as error:
+                return await attempt_once(prompt)
+            except failure as error:
                 if attempt == self._max_retries:
                     raise
                 logger.warning(
@@ -124,6 +127,10 @@ class GroupRollout:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def _generate(self, prompt: Prompt) -> list[Completion]:
+        with self._recorder.generating():
+            return await self._ask_engine(prompt)
+
+    async def _ask_engine(self, prompt: Prompt) -> list[Completion]:
         limit_s = self._deadline_s + DEADLINE_GRACE_S
         seeds = [sample_seed(self._seed, prompt.ordinal, sample) for sample in range(self._num_generations)]
         try:
@@ -143,24 +150,9 @@ class GroupRollout:
         return completions
 
     async def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-        """Rewards in reward units, one per response, computed in a thread because scoring is CPU work."""
+        """Rewards in reward units, one per response."""
         start = time.monotonic()
-        work = asyncio.get_running_loop().run_in_executor(self._threads, self._score_all, prompt, completions)
         try:
-            async with asyncio.timeout(self._scoring_deadline_s):
-                return await work
-        except TimeoutError as error:
-            raise WaitTimeoutError(
-                f"scoring of prompt ordinal {prompt.ordinal} took more than {self._scoring_deadline_s:.1f} s"
-            ) from error
+            return await self._scoring.score(prompt, completions)
         finally:
             self._recorder.add(scoring_group_s=time.monotonic() - start)
-
-    def _score_all(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-        rewards = [float(self._scorer(prompt, completion.token_ids)) for completion in completions]
-        if not all(math.isfinite(reward) for reward in rewards):
-            raise NonFiniteError(
-                f"rewards of prompt ordinal {prompt.ordinal} are {rewards}, must all be finite",
-                (prompt.ordinal,),
-            )
-        return rewards

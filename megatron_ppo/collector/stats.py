@@ -28,6 +28,7 @@ class CollectorStats:
             scoring.
         window_wait_s: wall time in which nothing was reserved because the window was full.
         failures: groups that used up their retries.   consecutive_failures: since the last success.
+        dropped: prompts that failed too often and are never tried again.
         max_loop_lag_s, last_loop_lag_s: how late the event loop woke a timer.
     """
 
@@ -41,6 +42,7 @@ class CollectorStats:
     retries: int = 0
     failures: int = 0
     consecutive_failures: int = 0
+    dropped: int = 0
     in_flight: int = 0
     max_loop_lag_s: float = 0.0
     last_loop_lag_s: float = 0.0

@@ -46,7 +46,11 @@ class ScheduleSection(Section):
         "Recompute the KV cache of running requests under the new weights. New requests never see old KV.",
     )
     max_generation_failures: int = setting(
-        0, "Prompt groups in a row that may fail for good before the run stops.", unit="groups", ge=0
+        0,
+        "Prompt groups in a row that may fail, after their retries, before the run stops. A failed prompt is tried "
+        "again; one that failed more often than this while others succeed is dropped, with the reason on record.",
+        unit="groups",
+        ge=0,
     )
 
     @model_validator(mode="before")

@@ -146,11 +146,18 @@ class CollectorSection(Section):
         ge=1,
     )
     max_retries: int = setting(
-        2, "Further attempts for a group whose generation failed.", unit="attempts", ge=0
+        2, "Further attempts for a group whose generation or scoring failed.", unit="attempts", ge=0
     )
     retry_backoff_s: float = setting(0.5, "Wait before the first retry; it doubles.", unit="s", ge=0.0)
-    scorer_threads: int = setting(1, "Groups that may be scored at once.", unit="threads", ge=1)
-    scoring_deadline_s: float = setting(60.0, "Longest scoring of a group.", unit="s", gt=0.0)
+    scorer_threads: int = setting(
+        1,
+        "Groups that may be scored at once; as many processes with reward.isolation=process.",
+        unit="threads",
+        ge=1,
+    )
+    scoring_deadline_s: float = setting(
+        60.0, "Longest scoring of a group. With reward.isolation=process it is killed then.", unit="s", gt=0.0
+    )
 
 
 class CheckpointSection(Section):

@@ -108,6 +108,11 @@ class RewardSection(Section):
     options: dict[str, JsonValue] = setting(
         doc="Keyword arguments of the class; only with an explicit `_target_`.", default_factory=dict
     )
+    isolation: Literal["process", "thread"] = setting(
+        "process",
+        "Where it runs. process: in processes that are killed at the deadline and started again; thread: in the "
+        "collector, where one that hangs ends the run.",
+    )
 
     def spec(self, *, target: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The verifier to build, as `_target_` and keyword arguments.

@@ -21,6 +21,10 @@ class GenerationError(MegatronPPOError):
     """The engine could not generate a group within its retries or its deadline."""
 
 
+class ScoringError(MegatronPPOError):
+    """The reward function raised, hung or ended its process, in every attempt."""
+
+
 class EngineDeadError(MegatronPPOError):
     """An inference engine stopped serving for good."""
 

@@ -74,6 +74,10 @@ class Replay(Protocol):
         """Give a slot back; its ordinal becomes pending again. Harmless when repeated."""
         ...
 
+    async def drop(self, reservation: Reservation, *, reason: str) -> None:
+        """Give a slot back and never try its ordinal again; the reason stays on record. Harmless when repeated."""
+        ...
+
     async def fail(self, message: str) -> None:
         """Report that the collector died of `message`: the learner's present and later waits raise it."""
         ...

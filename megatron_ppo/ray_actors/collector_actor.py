@@ -11,6 +11,7 @@ import ray
 
 from megatron_ppo.collector.collector import Collector
 from megatron_ppo.collector.router import ReplicaRouter
+from megatron_ppo.collector.scoring import ScoringSettings
 from megatron_ppo.collector.stats import CollectorStats
 from megatron_ppo.protocol.ports import RolloutEngine
 from megatron_ppo.ray_actors.replay_client import RayReplayClient
@@ -26,7 +27,8 @@ class CollectorActor:
 
     Args:
         engines: one client per engine replica.  replay: handle of the replay buffer.
-        scorer, prompts: `_target_` (dotted name) and keyword arguments of what is built in this process.
+        scoring: how the reward function is run.
+        prompts: `_target_` (dotted name) and keyword arguments of what is built in this process.
         settings: the remaining keyword arguments of `Collector`.
     """
 
@@ -35,7 +37,7 @@ class CollectorActor:
         *,
         engines: Sequence[RolloutEngine],
         replay: Any,
-        scorer: Mapping[str, Any],
+        scoring: ScoringSettings,
         prompts: Mapping[str, Any],
         settings: Mapping[str, Any],
         log_path: str,
@@ -44,7 +46,7 @@ class CollectorActor:
         self._collector = Collector(
             engine=ReplicaRouter(list(engines)),
             replay=RayReplayClient(replay),
-            scorer=_build(scorer),
+            scoring=scoring.build(),
             prompts=_build(prompts),
             **settings,
         )

@@ -51,6 +51,13 @@ class RayReplayClient:
             what=f"the release of ordinal {reservation.ordinal}",
         )
 
+    async def drop(self, reservation: Reservation, *, reason: str) -> None:
+        """See `Replay.drop`."""
+        await _answer(
+            self._actor.drop.remote(reservation, reason=reason),
+            what=f"the drop of ordinal {reservation.ordinal}",
+        )
+
     async def fail(self, message: str) -> None:
         """See `Replay.fail`."""
         await _answer(self._actor.fail.remote(message), what="the report of the collector's failure")

@@ -78,6 +78,14 @@ class ReplayService:
                 self._reserved_at.pop(reservation.ordinal, None)
                 self._changed.notify_all()
 
+    async def drop(self, reservation: Reservation, *, reason: str) -> None:
+        """See `Replay.drop`."""
+        async with self._changed:
+            if self._buffer.drop(reservation, reason=reason):
+                logger.warning("ordinal %d dropped for good: %s", reservation.ordinal, reason)
+                self._reserved_at.pop(reservation.ordinal, None)
+                self._changed.notify_all()  # its slot is free for another ordinal
+
     async def open(self, *, step: int, frontier: int) -> None:
         """Announce the learner's step and let targets up to `frontier` be reserved."""
         async with self._changed:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ppo.collector.scoring import ScoringSettings
 from megatron_ppo.protocol.errors import GroupMismatchError, MegatronPPOError, PartDiedError, WaitTimeoutError
 from megatron_ppo.protocol.ports import Replay
 from megatron_ppo.protocol.schedule import AsyncSchedule
@@ -76,7 +77,13 @@ def start(cluster: Path) -> Iterator[Callable[[], tuple[Any, Any, Any]]]:
         collector = CollectorActor.remote(
             engines=[RayEngineClient(replica=0, handle=engine)],
             replay=replay,
-            scorer={"_target_": "megatron_ppo.testing.fakes.FakeScorer"},
+            scoring=ScoringSettings(
+                target="megatron_ppo.testing.fakes.FakeScorer",
+                kwargs={},
+                isolated=True,
+                concurrency=1,
+                deadline_s=60.0,
+            ),
             prompts={"_target_": "megatron_ppo.testing.fakes.FakePromptStream", "period": 7},
             settings={
                 "num_generations": GENERATIONS,

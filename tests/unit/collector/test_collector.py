@@ -7,10 +7,12 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
 from megatron_ppo.collector.collector import Collector
+from megatron_ppo.collector.scoring import ProcessScoring, Scoring, ThreadScoring
 from megatron_ppo.protocol.errors import GenerationError, NonFiniteError, PartDiedError, WaitTimeoutError
 from megatron_ppo.protocol.ports import Scorer
 from megatron_ppo.protocol.schedule import AsyncSchedule
@@ -33,6 +35,7 @@ class Run:
         steps: int = 50,
         engine: FakeEngine | None = None,
         scorer: Scorer | None = None,
+        scoring: Scoring | None = None,
         max_concurrent_groups: int = 4,
         deadline_s: float = LONG_S,
         scoring_deadline_s: float = LONG_S,
@@ -40,25 +43,24 @@ class Run:
         max_generation_failures: int = 0,
     ) -> None:
         self.schedule = AsyncSchedule(max_num_steps=steps, max_trajectory_age_steps=age)
-        self.replay = ReplayService(
-            PromptGroupBuffer(
-                schedule=self.schedule,
-                num_prompts_per_step=PROMPTS,
-                num_generations_per_prompt=GENERATIONS,
-            )
+        self.buffer = PromptGroupBuffer(
+            schedule=self.schedule,
+            num_prompts_per_step=PROMPTS,
+            num_generations_per_prompt=GENERATIONS,
         )
+        self.replay = ReplayService(self.buffer)
         self.engine = engine or FakeEngine()
         self.collector = Collector(
             replay=self.replay,
             engine=self.engine,
-            scorer=scorer or FakeScorer(),
+            scoring=scoring
+            or ThreadScoring(scorer or FakeScorer(), threads=1, deadline_s=scoring_deadline_s),
             prompts=FakePromptStream(),
             num_generations=GENERATIONS,
             sampling=SamplingSettings(max_new_tokens=6),
             seed=42,
             max_concurrent_groups=max_concurrent_groups,
             deadline_s=deadline_s,
-            scoring_deadline_s=scoring_deadline_s,
             max_retries=max_retries,
             retry_backoff_s=0.001,
             max_generation_failures=max_generation_failures,
@@ -291,8 +293,8 @@ def test_a_tolerated_failure_is_regenerated_and_no_prompt_is_lost() -> None:
     asyncio.run(scenario())
 
 
-def test_one_prompt_that_always_fails_is_fatal_although_others_succeed_in_between() -> None:
-    """Without this rule its target would be retried for ever, with every counter reset by its neighbours."""
+def test_one_prompt_that_always_fails_is_dropped_while_others_succeed() -> None:
+    """Otherwise its target would be retried for ever, with every counter reset by its neighbours."""
 
     class FailsLate(FakeEngine):
         async def generate(self, *args: Sequence[int], **kwargs: object) -> list[Completion]:
@@ -305,10 +307,13 @@ def test_one_prompt_that_always_fails_is_fatal_although_others_succeed_in_betwee
     async def scenario() -> None:
         run = Run(age=6, engine=FailsLate(), max_generation_failures=2, max_concurrent_groups=3)
         run.engine.failing.add(tuple(prompt_ids(1)))
-        async with collecting(run) as task:
-            await run.open(0)
-            with pytest.raises(PartDiedError, match=r"ordinal 1 .*\(1 in a row, 3 of this prompt"):
-                await task
+        async with collecting(run):
+            groups = await run.train(3)
+        ordinals = sorted(group.ordinal for group in groups)
+        assert len(ordinals) == 3 * PROMPTS and 1 not in ordinals
+        assert run.collector.stats().failures == 3
+        assert run.collector.stats().dropped == 1
+        assert run.buffer.ledger.drop_reason(1) == "generation failed: never works"
 
     asyncio.run(scenario())
 
@@ -357,17 +362,19 @@ def test_a_scorer_that_raises_ends_the_run_and_never_becomes_a_zero() -> None:
         raise KeyError("no answer in the metadata")
 
     async def scenario() -> None:
-        run = Run(scorer=FakeScorer(reward), max_generation_failures=100)
+        run = Run(scorer=FakeScorer(reward), max_generation_failures=20)
         async with collecting(run) as task:
             await run.open(0)
-            with pytest.raises(PartDiedError, match="KeyError: 'no answer in the metadata'"):
+            with pytest.raises(
+                PartDiedError, match=r"21 in a row.* ScoringError: .*KeyError: 'no answer in the metadata'"
+            ):
                 await task
             assert (await run.replay.status()).size == 0
 
     asyncio.run(scenario())
 
 
-def test_a_scorer_that_hangs_ends_the_run() -> None:
+def test_a_scorer_that_hangs_in_a_thread_ends_the_run() -> None:
     def reward(prompt: Prompt, response: Sequence[int]) -> float:
         time.sleep(1.0)
         return 0.0
@@ -378,6 +385,67 @@ def test_a_scorer_that_hangs_ends_the_run() -> None:
             await run.open(0)
             with pytest.raises(PartDiedError, match=r"scoring of prompt ordinal \d took more than 0.1 s"):
                 await task
+
+    asyncio.run(scenario())
+
+
+def troublesome(*, deadline_s: float = 1.0, **trouble: int | str) -> ProcessScoring:
+    """Scoring by `Troublesome` in one process."""
+    return ProcessScoring(
+        target="megatron_ppo.testing.troublesome_scorer.Troublesome",
+        kwargs=trouble,
+        processes=1,
+        deadline_s=deadline_s,
+    )
+
+
+@pytest.mark.parametrize("trouble", ["hang", "crash", "raise"])
+def test_a_run_survives_a_scorer_that_fails_now_and_then(trouble: str, tmp_path: Path) -> None:
+    """It is killed, started again, and asked again; no group is generated again for it."""
+    once = str(tmp_path / "happened")
+
+    async def scenario() -> None:
+        run = Run(scoring=troublesome(trouble=trouble, ordinal=2, once=once), max_retries=1)
+        async with collecting(run):
+            groups = await run.train(2)
+        assert Path(once).exists()
+        assert sorted(group.ordinal for group in groups) == list(range(2 * PROMPTS))
+        assert run.collector.stats().retries == 1
+        assert run.collector.stats().failures == 0
+        assert all(t.reward == len(t.completion.token_ids) for g in groups for t in g.trajectories)
+
+    asyncio.run(scenario())
+
+
+def test_a_prompt_whose_scoring_always_hangs_is_dropped_with_the_reason() -> None:
+    async def scenario() -> None:
+        run = Run(
+            age=6,
+            scoring=troublesome(trouble="hang", ordinal=1, deadline_s=0.5),
+            max_generation_failures=1,
+            max_concurrent_groups=3,
+        )
+        async with collecting(run):
+            groups = await run.train(2)
+        assert 1 not in {group.ordinal for group in groups}
+        assert len(groups) == 2 * PROMPTS
+        assert run.collector.stats().dropped == 1
+        reason = run.buffer.ledger.drop_reason(1)
+        assert reason is not None and "scoring of prompt ordinal 1 took more than 0.5 s" in reason
+
+    asyncio.run(scenario())
+
+
+def test_stopping_kills_a_scorer_that_hangs() -> None:
+    async def scenario() -> None:
+        scoring = troublesome(trouble="hang", ordinal=0, deadline_s=LONG_S)
+        (pid,) = scoring.pids
+        run = Run(scoring=scoring, max_concurrent_groups=1)
+        async with collecting(run):
+            await run.open(0)
+            await until(lambda: bool(run.engine.requests), "the first group is generated")
+        assert scoring.pids == ()
+        assert not Path(f"/proc/{pid}").exists()
 
     asyncio.run(scenario())
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from megatron_ppo.collector.collector import Collector
+from megatron_ppo.collector.scoring import ThreadScoring
 from megatron_ppo.protocol.schedule import AsyncSchedule
 from megatron_ppo.protocol.trajectory import PromptGroup, SamplingSettings
 from megatron_ppo.replay.buffer import PromptGroupBuffer
@@ -47,7 +48,7 @@ class LiveCollection:
         self.collector = Collector(
             replay=self.replay,
             engine=engine,
-            scorer=FakeScorer(),
+            scoring=ThreadScoring(FakeScorer(), threads=1, deadline_s=LIMIT_S),
             prompts=FakePromptStream(),
             num_generations=GENERATIONS,
             sampling=SamplingSettings(max_new_tokens=6),

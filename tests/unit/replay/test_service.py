@@ -93,6 +93,25 @@ def test_reserve_wakes_when_a_slot_is_released() -> None:
     run_promptly(scenario())
 
 
+def test_a_dropped_prompts_slot_goes_to_another_one() -> None:
+    async def scenario() -> None:
+        service = new_service(prompts=1)
+        await service.open(step=0, frontier=0)
+        (reservation,) = await service.reserve(limit=1, timeout_s=LONG_S)
+        waiting = asyncio.create_task(service.reserve(limit=1, timeout_s=LONG_S))
+        await asyncio.sleep(0)
+        await service.drop(reservation, reason="its reward function always hangs")
+        await service.drop(reservation, reason="repeated")
+        (other,) = await waiting
+        assert (reservation.ordinal, other.ordinal) == (0, 1)
+        assert other.target_step == reservation.target_step
+        assert (await service.status()).pending == {}
+        with pytest.raises(GroupMismatchError, match="ordinal is dropped"):
+            await commit(service, reservation)
+
+    run_promptly(scenario())
+
+
 def test_reserve_returns_nothing_after_its_limit() -> None:
     async def scenario() -> None:
         service = new_service()
