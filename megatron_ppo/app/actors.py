@@ -96,6 +96,7 @@ def run_actors(
             },
             env=engine_environment(device_type=device_type),
             log_dir=directory.logs_dir,
+            heartbeat_dir=directory.heartbeats_dir,
             start_timeout_s=config.inference.start_timeout_s,
             gpus_per_worker=1.0 if has_gpus else 0.0,
             engine_target=config.inference.target,
@@ -108,6 +109,7 @@ def run_actors(
                 num_generations_per_prompt=config.algorithm.num_generations_per_prompt,
                 log_path=str(directory.log_path("replay_buffer")),
                 ledger_path=str(directory.ledger_path),
+                heartbeat_path=str(directory.heartbeat_path("replay_buffer")),
             )
             collector = CollectorActor.remote(
                 engines=engines.clients(),
@@ -120,6 +122,7 @@ def run_actors(
                 },
                 settings=_collector_settings(config, derived),
                 log_path=str(directory.log_path("collector")),
+                heartbeat_path=str(directory.heartbeat_path("collector")),
             )
             actors = RunActors(engines=engines, replay=replay, collector=collector, supervisor=supervisor)
             yield actors

@@ -35,6 +35,7 @@ from megatron_ppo.protocol.errors import MegatronPPOError
 from megatron_ppo.ray_actors.rank0 import RankZero
 from megatron_ppo.telemetry.gate_check import print_results
 from megatron_ppo.telemetry.gates import all_passed, evaluate, parse_gates, results_as_json
+from megatron_ppo.telemetry.heartbeat import Heartbeat, StageClock, clear_beats
 from megatron_ppo.telemetry.process_log import redirect_process_output
 from megatron_ppo.telemetry.run_dir import OpenRun, RunDirectory, open_run, write_json_atomically
 from megatron_ppo.telemetry.sinks import read_rows
@@ -67,8 +68,12 @@ def run_job(config: RunConfig, derived: Derived, *, alter: Callable[[Parts], Par
             log_path = directory.log_path(f"trainer_rank_{runtime.rank}")
             level = logging.getLevelNamesMapping()[config.telemetry.log_level]
             with redirect_process_output(log_path, level=level) as terminal:
-                job = _Job(config, derived, runtime, rank_zero, control, directory, run, terminal)
-                with terminate_as_exit(job.abandon):
+                stages = StageClock()
+                heartbeat = Heartbeat(
+                    directory.heartbeat_path(f"trainer_rank_{runtime.rank}"), describe=stages.describe
+                )
+                job = _Job(config, derived, runtime, rank_zero, control, directory, run, terminal, stages)
+                with heartbeat.in_thread(), terminate_as_exit(job.abandon):
                     return job.run(alter)
 
 
@@ -85,6 +90,7 @@ def _run_directory(
                 config.run.directory, name=config.run.name, config=config.resolved(), resume=config.run.resume
             )
         )
+        clear_beats(opened[0].directory.heartbeats_dir)
         return RunDirectory(path=opened[0].directory.path.resolve())
 
     directory = rank_zero.run("the choice of the run directory", open_on_rank_zero)
@@ -119,6 +125,7 @@ class _Job:
     directory: RunDirectory
     opened: OpenRun | None
     terminal: TextIO
+    stages: StageClock
 
     def run(self, alter: Callable[[Parts], Parts] | None) -> int:
         self._announce()
@@ -210,6 +217,7 @@ class _Job:
                 task=task,
                 actors=actors,
                 stack=stack,
+                stages=self.stages,
             )
             yield builder.loop_settings(), builder.parts(models)
 

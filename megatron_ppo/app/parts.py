@@ -35,6 +35,7 @@ from megatron_ppo.ray_actors.rank0 import RankZero, RayGroupSource
 from megatron_ppo.refit.agreement import agreement_over
 from megatron_ppo.rewards.process_pool import IsolatedScorer
 from megatron_ppo.telemetry.display import ProgressDisplay
+from megatron_ppo.telemetry.heartbeat import StageClock
 from megatron_ppo.telemetry.metrics import NullTelemetry, Telemetry
 from megatron_ppo.telemetry.run_dir import RunDirectory
 from megatron_ppo.telemetry.sinks import build_telemetry
@@ -63,7 +64,7 @@ class PartsBuilder:
     Attributes:
         control: gloo group of all ranks.   resumed: the run goes on from an earlier one.
         terminal: where rank 0 shows progress.   actors: on rank 0 only.
-        stack: closes what the parts open.
+        stack: closes what the parts open.   stages: told what this rank is doing.
     """
 
     config: RunConfig
@@ -77,6 +78,7 @@ class PartsBuilder:
     task: TaskSpec
     actors: RunActors | None
     stack: contextlib.ExitStack
+    stages: StageClock
 
     def parts(self, models: Models) -> Parts:
         """All parts of the loop; `models` are those of this rank."""
@@ -218,7 +220,7 @@ class PartsBuilder:
     def _telemetry(self) -> Telemetry:
         config = self.config
         if self.runtime.rank != 0:
-            return NullTelemetry()
+            return NullTelemetry(on_stage=self.stages.enter)
         display = ProgressDisplay(
             self.terminal,
             run_name=config.run.name,
@@ -231,6 +233,7 @@ class PartsBuilder:
             num_trainer_ranks=self.runtime.world_size,
             tensorboard=config.telemetry.tensorboard,
             displays=[display],
+            on_stage=self.stages.enter,
         )
         self.stack.callback(telemetry.close)
         return telemetry

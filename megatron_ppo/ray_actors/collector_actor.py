@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from megatron_ppo.collector.scoring import ScoringSettings
 from megatron_ppo.collector.stats import CollectorStats
 from megatron_ppo.protocol.ports import RolloutEngine
 from megatron_ppo.ray_actors.replay_client import RayReplayClient
+from megatron_ppo.telemetry.heartbeat import Heartbeat
 from megatron_ppo.telemetry.process_log import redirect_process_output
 
 ACKNOWLEDGE_TIMEOUT_S = 25.0
@@ -30,6 +32,7 @@ class CollectorActor:
         scoring: how the reward function is run.
         prompts: `_target_` (dotted name) and keyword arguments of what is built in this process.
         settings: the remaining keyword arguments of `Collector`.
+        heartbeat_path: file of its signs of life.
     """
 
     def __init__(
@@ -41,8 +44,10 @@ class CollectorActor:
         prompts: Mapping[str, Any],
         settings: Mapping[str, Any],
         log_path: str,
+        heartbeat_path: str,
     ) -> None:
         redirect_process_output(Path(log_path))
+        self._heartbeat = Heartbeat(Path(heartbeat_path), describe=self._describe)
         self._collector = Collector(
             engine=ReplicaRouter(list(engines)),
             replay=RayReplayClient(replay),
@@ -53,7 +58,11 @@ class CollectorActor:
 
     async def run(self) -> None:
         """Collect until `stop`; raises the cause when that cannot go on. Its object ref is to be watched."""
-        await self._collector.run()
+        beating = asyncio.create_task(self._heartbeat.run(), name="heartbeat")
+        try:
+            await self._collector.run()
+        finally:
+            beating.cancel()
 
     async def pause(self) -> None:
         """Acknowledged: nothing is dispatched after this until `resume`."""
@@ -70,6 +79,16 @@ class CollectorActor:
     async def stats(self) -> CollectorStats:
         """Totals since the start."""
         return self._collector.stats()
+
+    def _describe(self) -> dict[str, object]:
+        stats = self._collector.stats()
+        return {
+            "in_flight": stats.in_flight,
+            "groups": stats.groups,
+            "failures": stats.failures,
+            "dropped": stats.dropped,
+            "loop_lag_s": round(stats.last_loop_lag_s, 3),
+        }
 
 
 def _build(spec: Mapping[str, Any]) -> Any:

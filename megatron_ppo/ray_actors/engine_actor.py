@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_ppo.telemetry.heartbeat import Heartbeat
 from megatron_ppo.telemetry.process_log import redirect_process_output
 
 
@@ -20,11 +21,16 @@ class EngineActor:
         target: dotted path of the engine's class.
         kwargs: its constructor's arguments.
         log_path: takes everything that this process and its children print.
+        heartbeat_path: file of its signs of life; None writes none.
     """
 
-    def __init__(self, *, target: str, kwargs: Mapping[str, object], log_path: str) -> None:
+    def __init__(
+        self, *, target: str, kwargs: Mapping[str, object], log_path: str, heartbeat_path: str | None = None
+    ) -> None:
         # Before the import: vLLM prints while it is imported.
         redirect_process_output(Path(log_path))
+        if heartbeat_path is not None:
+            Heartbeat(Path(heartbeat_path)).run_in_daemon()
         module, _, name = target.rpartition(".")
         self._engine = getattr(importlib.import_module(module), name)(**kwargs)
 

@@ -123,6 +123,7 @@ class InferenceGroup:
         engine_kwargs: arguments of every engine besides `tensor_parallel_size`.
         env: environment of the actors' processes, read by vLLM while it is imported.
         log_dir: one log file per replica, `engine_<replica>.log`.
+        heartbeat_dir: one file of signs of life per replica, `engine_<replica>.json`; None writes none.
         gpus_per_worker: what Ray reserves; 0 on CPU.
         engine_target: dotted path of the engine's class.
     """
@@ -135,6 +136,7 @@ class InferenceGroup:
         engine_kwargs: Mapping[str, object],
         env: Mapping[str, str],
         log_dir: Path,
+        heartbeat_dir: Path | None = None,
         start_timeout_s: float = 600.0,
         gpus_per_worker: float = 0.0,
         engine_target: str = VLLM_ENGINE,
@@ -150,7 +152,12 @@ class InferenceGroup:
         )(EngineActor)
         kwargs = {**engine_kwargs, "tensor_parallel_size": tensor_parallel_size}
         self._handles = [
-            actor.remote(target=engine_target, kwargs=kwargs, log_path=str(log_dir / f"engine_{replica}.log"))
+            actor.remote(
+                target=engine_target,
+                kwargs=kwargs,
+                log_path=str(log_dir / f"engine_{replica}.log"),
+                heartbeat_path=str(heartbeat_dir / f"engine_{replica}.json") if heartbeat_dir else None,
+            )
             for replica in range(replicas)
         ]
 

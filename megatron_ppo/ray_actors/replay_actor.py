@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import ray
@@ -11,6 +10,7 @@ from megatron_ppo.protocol.schedule import AsyncSchedule
 from megatron_ppo.replay.buffer import PromptGroupBuffer
 from megatron_ppo.replay.journal import LedgerFile
 from megatron_ppo.replay.service import ReplayService
+from megatron_ppo.telemetry.heartbeat import Heartbeat
 from megatron_ppo.telemetry.process_log import redirect_process_output
 
 FLUSH_PERIOD_S = 1.0
@@ -22,7 +22,7 @@ class ReplayActor(ReplayService):
     """`ReplayService` with its methods as remote calls.
 
     Args:
-        log_path: file for everything that this process prints.
+        log_path: file for everything that this process prints.   heartbeat_path: file of its signs of life.
         ledger_path: file of the ledger's history; None keeps none.   The others: see `PromptGroupBuffer`.
     """
 
@@ -33,9 +33,11 @@ class ReplayActor(ReplayService):
         num_prompts_per_step: int,
         num_generations_per_prompt: int,
         log_path: str,
+        heartbeat_path: str,
         ledger_path: str | None = None,
     ) -> None:
         redirect_process_output(Path(log_path))
+        self._heartbeat = Heartbeat(Path(heartbeat_path), describe=self.brief)
         journal = None if ledger_path is None else LedgerFile(Path(ledger_path))
         super().__init__(
             PromptGroupBuffer(
@@ -48,7 +50,11 @@ class ReplayActor(ReplayService):
         )
 
     async def watch(self) -> None:
-        """Never returns; its object ref becomes ready only when this process is gone."""
-        while True:
-            await asyncio.sleep(FLUSH_PERIOD_S)
-            await self.flush()
+        """Never returns; its object ref becomes ready only when this process is gone. Gives the signs of life."""
+        beating = asyncio.create_task(self._heartbeat.run(), name="heartbeat")
+        try:
+            while True:
+                await asyncio.sleep(FLUSH_PERIOD_S)
+                await self.flush()
+        finally:
+            beating.cancel()

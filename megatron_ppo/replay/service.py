@@ -155,6 +155,22 @@ class ReplayService:
         """Where every open slot and ordinal is."""
         return self._buffer.status()
 
+    def brief(self) -> dict[str, object]:
+        """The state in a few JSON values, for a look from outside."""
+        status = self._buffer.status()
+        window = None if status.frontier is None else f"{status.step}..{status.frontier}"
+        oldest = min(self._reserved_at.values(), default=None)
+        return {
+            "window": window,
+            "size": status.size,
+            "capacity": status.capacity,
+            "ready": {str(target): count for target, count in status.ready.items()},
+            "in_flight": sum(len(ordinals) for ordinals in status.reserved.values()),
+            "oldest_in_flight_s": None if oldest is None else round(time.monotonic() - oldest, 1),
+            "pending": len(status.pending),
+            "next_ordinal": status.next_ordinal,
+        }
+
     async def diagnostics(self) -> ContentDiagnostics:
         """Distributions over the stored groups."""
         return diagnose(self._buffer.groups())

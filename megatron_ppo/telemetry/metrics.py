@@ -32,6 +32,9 @@ IDLE_TIMERS: Mapping[str, str] = {
 # generation throughput would not shorten the step.
 GENERATION_BOUND_WAIT_SHARE = 0.1
 
+BETWEEN_STAGES = "between stages"
+StageListener: TypeAlias = Callable[[str, int], None]
+
 _TIMER_NAME = re.compile(r"[a-z0-9_]+(/[a-z0-9_]+)*")
 _RESERVED_KEYS = frozenset({"step", "time_unix_s", "bottleneck"})
 
@@ -76,10 +79,17 @@ class StepLog:
         completed_steps: number of completed steps once this step is done; 0 for what happens before step 1.
         sinks: where `flush` sends the row.
         num_trainer_ranks: ranks that share the step, for the per-rank throughput.
+        on_stage: told the innermost running timer whenever it changes, and `completed_steps`.
     """
 
     def __init__(
-        self, *, completed_steps: int, sinks: Sequence[Sink], num_trainer_ranks: int, clock: Clock
+        self,
+        *,
+        completed_steps: int,
+        sinks: Sequence[Sink],
+        num_trainer_ranks: int,
+        clock: Clock,
+        on_stage: StageListener,
     ) -> None:
         self.completed_steps = completed_steps
         self._sinks = sinks
@@ -88,7 +98,8 @@ class StepLog:
         self._values: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
         self._intervals: dict[str, tuple[float, float]] = {}
-        self._depth = 0
+        self._running: list[str] = []
+        self._on_stage = on_stage
         self._outermost_s = 0.0
         self._started_s = clock.monotonic_s()
         self._started_unix_s = clock.unix_s()
@@ -112,13 +123,15 @@ class StepLog:
         if not _TIMER_NAME.fullmatch(name):
             raise ValueError(f"timer name must be lower-case words joined by '_' or '/', got {name!r}")
         start_unix_s, start_s = self._clock.unix_s(), self._clock.monotonic_s()
-        self._depth += 1
+        self._running.append(name)
+        self._on_stage(name, self.completed_steps)
         try:
             yield
         finally:
             elapsed_s = self._clock.monotonic_s() - start_s
-            self._depth -= 1
-            if self._depth == 0:
+            self._running.pop()
+            self._on_stage(self._running[-1] if self._running else BETWEEN_STAGES, self.completed_steps)
+            if not self._running:
                 self._outermost_s += elapsed_s
             self._seconds[name] = self._seconds.get(name, 0.0) + elapsed_s
             first_s, _ = self._intervals.get(name, (start_unix_s, start_unix_s))
@@ -213,16 +226,23 @@ class Telemetry:
         sinks: receivers of rows, in order; empty on every rank but 0.
         num_trainer_ranks: ranks that share a step.
         clock: source of time; tests give their own.
+        on_stage: see `StepLog`.
     """
 
     def __init__(
-        self, *, sinks: Sequence[Sink] = (), num_trainer_ranks: int = 1, clock: Clock | None = None
+        self,
+        *,
+        sinks: Sequence[Sink] = (),
+        num_trainer_ranks: int = 1,
+        clock: Clock | None = None,
+        on_stage: StageListener | None = None,
     ) -> None:
         if num_trainer_ranks < 1:
             raise ValueError(f"num_trainer_ranks must be >= 1, got {num_trainer_ranks}")
         self._sinks = tuple(sinks)
         self._num_trainer_ranks = num_trainer_ranks
         self._clock = clock or Clock()
+        self._on_stage = on_stage or _nobody_listens
         self._started = False
 
     def before_first_step(self) -> StepLog:
@@ -264,11 +284,16 @@ class Telemetry:
             sinks=self._sinks,
             num_trainer_ranks=self._num_trainer_ranks,
             clock=self._clock,
+            on_stage=self._on_stage,
         )
 
 
 class NullTelemetry(Telemetry):
     """Telemetry of ranks other than 0: the same checks and timers, nothing written."""
 
-    def __init__(self) -> None:
-        super().__init__(sinks=())
+    def __init__(self, *, on_stage: StageListener | None = None) -> None:
+        super().__init__(sinks=(), on_stage=on_stage)
+
+
+def _nobody_listens(stage: str, completed_steps: int) -> None:
+    """The default listener."""

@@ -1,7 +1,7 @@
 """Owns the layout of run directories and the decision which run to continue.
 
-    <base dir>/<run id>/{config.yaml, metrics.jsonl, events/, logs/, checkpoints/, gates.json, status.json,
-                         run.json, .lock}
+    <base dir>/<run id>/{config.yaml, metrics.jsonl, events/, logs/, checkpoints/, heartbeats/, gates.json,
+                         status.json, run.json, .lock}
 
 The entry point drives it on rank 0 only and tells the other ranks the path. `run.json` holds name,
 configuration digest and state of the run; every file but the metrics is replaced atomically.
@@ -109,6 +109,11 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def heartbeats_dir(self) -> Path:
+        """One file per process, replaced every few seconds."""
+        return self.path / "heartbeats"
+
+    @property
     def gates_path(self) -> Path:
         """Results of the gates at the end of the run."""
         return self.path / "gates.json"
@@ -127,6 +132,10 @@ class RunDirectory:
     def lock_path(self) -> Path:
         """The file that the live owner of the run holds locked."""
         return self.path / LOCK_NAME
+
+    def heartbeat_path(self, process_name: str) -> Path:
+        """Signs of life of the process with that name, which is also that of its log file."""
+        return self.heartbeats_dir / f"{process_name}.json"
 
     def log_path(self, process_name: str) -> Path:
         """Log file of the process with that name, for example `trainer_rank_0`."""
@@ -248,6 +257,28 @@ def is_locked(directory: RunDirectory) -> bool:
     except RunLockedError:
         return True
     return False
+
+
+def lock_owner(directory: RunDirectory) -> int | None:
+    """Id of the process that owns the run, None if there is none; changes nothing in the run directory.
+
+    Raises: ConfigError when the lock file cannot be read.
+    """
+    try:
+        descriptor = os.open(directory.lock_path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{directory.lock_path} cannot be read: {error.strerror}") from error
+    try:
+        # Shared, so that two observers do not see each other; held for an instant.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except BlockingIOError:
+        text = os.pread(descriptor, 64, 0).decode(errors="replace").strip()
+        return int(text) if text.isdecimal() else 0  # 0: taken an instant ago, its number is not written yet
+    finally:
+        os.close(descriptor)
 
 
 def check_base_dir(base_dir: Path, *, name: str) -> None:

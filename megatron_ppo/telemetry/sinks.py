@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ppo.protocol.errors import ConfigError
-from megatron_ppo.telemetry.metrics import MetricValue, Row, Sink, Telemetry
+from megatron_ppo.telemetry.metrics import MetricValue, Row, Sink, StageListener, Telemetry
 from megatron_ppo.telemetry.run_dir import RunDirectory, write_json_atomically
 
 if TYPE_CHECKING:
@@ -165,6 +165,7 @@ def build_telemetry(
     num_trainer_ranks: int,
     tensorboard: bool,
     displays: Sequence[Sink] = (),
+    on_stage: StageListener | None = None,
 ) -> Telemetry:
     """Rank 0's telemetry: rows to `metrics.jsonl` first, then `status.json`, TensorBoard and the displays."""
     sinks: list[Sink] = [
@@ -173,7 +174,7 @@ def build_telemetry(
     ]
     if tensorboard:
         sinks.append(TensorBoardSink(directory.events_dir))
-    return Telemetry(sinks=[*sinks, *displays], num_trainer_ranks=num_trainer_ranks)
+    return Telemetry(sinks=[*sinks, *displays], num_trainer_ranks=num_trainer_ranks, on_stage=on_stage)
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -72,6 +72,7 @@ def start(cluster: Path) -> Iterator[Callable[[], tuple[Any, Any, Any]]]:
             num_prompts_per_step=PROMPTS,
             num_generations_per_prompt=GENERATIONS,
             log_path=str(cluster / "replay.log"),
+            heartbeat_path=str(cluster / "replay.log") + ".beat",
         )
         engine = ray.remote(num_cpus=0, max_concurrency=1000)(fake_engine_process()).remote()
         collector = CollectorActor.remote(
@@ -94,6 +95,7 @@ def start(cluster: Path) -> Iterator[Callable[[], tuple[Any, Any, Any]]]:
                 "max_retries": 0,
             },
             log_path=str(cluster / "collector.log"),
+            heartbeat_path=str(cluster / "collector.log") + ".beat",
         )
         started.extend((replay, engine, collector))
         return replay, engine, collector

@@ -214,6 +214,7 @@ def replay(cluster: Path) -> Iterator[Any]:
         num_prompts_per_step=PROMPTS,
         num_generations_per_prompt=GENERATIONS,
         log_path=str(cluster / "replay.log"),
+        heartbeat_path=str(cluster / "replay.log") + ".beat",
     )
     yield actor
     ray.kill(actor)

@@ -1,0 +1,138 @@
+"""Signs of life: every process of a run replaces a small file of its own every few seconds.
+
+Driven by the processes themselves: the actors from their event loops, so that a blocked loop falls silent too, the
+trainer ranks and engines from a thread. Read from outside by `run_status`. Invariant: a heartbeat never ends or delays
+the process that it describes; a file is whole or absent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 2.0
+SILENT_AFTER_S = 10.0
+"""Five periods: a loaded machine delays one or two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """The last sign of life of one process.
+
+    Attributes:
+        process: `trainer_rank_0`, `collector`, … as the log files are named.
+        beat_unix_s: seconds since the epoch.   detail: what the process says of itself.
+    """
+
+    process: str
+    pid: int
+    host: str
+    beat_unix_s: float
+    detail: Mapping[str, object]
+
+    def age_s(self, now_unix_s: float) -> float:
+        """Seconds since the beat; 0 for one that a faster clock wrote."""
+        return max(0.0, now_unix_s - self.beat_unix_s)
+
+
+class Heartbeat:
+    """Writes the beats of this process.
+
+    Args:
+        path: `<folder>/<process>.json`.   describe: details, JSON values; called before each beat.
+    """
+
+    def __init__(self, path: Path, *, describe: Callable[[], Mapping[str, object]] = dict) -> None:
+        self._path = path
+        self._describe = describe
+        self._failed = False
+
+    def beat(self) -> None:
+        """Replace the file. A disk that does not take it is logged once."""
+        draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            content = {
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "beat_unix_s": time.time(),
+                "detail": dict(self._describe()),
+            }
+            self._path.parent.mkdir(exist_ok=True)
+            # Without fsync: after a crash of the machine no sign of life is of interest.
+            draft.write_text(json.dumps(content), encoding="utf-8")
+            os.replace(draft, self._path)
+        except Exception:  # whatever it is, the process matters more than what is seen of it
+            if not self._failed:
+                logger.warning("heartbeats cannot be written", exc_info=True)
+            self._failed = True
+
+    async def run(self) -> None:
+        """Beat until cancelled."""
+        while True:
+            self.beat()
+            await asyncio.sleep(PERIOD_S)
+
+    @contextmanager
+    def in_thread(self) -> Iterator[None]:
+        """Beat inside the block, whatever the main thread does."""
+        stopping = threading.Event()
+        thread = threading.Thread(target=self._until, args=(stopping,), name="heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stopping.set()
+            thread.join()
+
+    def run_in_daemon(self) -> None:
+        """Beat from a thread until the process ends."""
+        threading.Thread(target=self._until, args=(threading.Event(),), name="heartbeat", daemon=True).start()
+
+    def _until(self, stopping: threading.Event) -> None:
+        while not stopping.is_set():
+            self.beat()
+            stopping.wait(PERIOD_S)
+
+
+class StageClock:
+    """What the main thread of a trainer rank is doing, since when. Written by it, read by the heartbeat's thread."""
+
+    def __init__(self, stage: str = "starting") -> None:
+        self._now: tuple[str, int | None, float] = (stage, None, time.time())  # replaced whole: no lock
+
+    def enter(self, stage: str, step: int | None) -> None:
+        """Stage `stage` of the row with that number of completed steps has begun."""
+        self._now = (stage, step, time.time())
+
+    def describe(self) -> dict[str, object]:
+        """As the heartbeat's detail: `stage`, `step`, `stage_since_unix_s`."""
+        stage, step, since_unix_s = self._now
+        return {"stage": stage, "step": step, "stage_since_unix_s": since_unix_s}
+
+
+def read_beats(folder: Path) -> list[Beat]:
+    """The last beat of every process, by name; unreadable files are skipped with a warning."""
+    beats = []
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
+        try:
+            beats.append(Beat(process=path.stem, **json.loads(path.read_text(encoding="utf-8"))))
+        except (OSError, ValueError, TypeError) as error:
+            logger.warning("%s is no heartbeat: %s", path, error)
+    return beats
+
+
+def clear_beats(folder: Path) -> None:
+    """Forget the processes of an earlier start."""
+    for path in folder.glob("*.json"):
+        path.unlink(missing_ok=True)
