@@ -277,8 +277,11 @@ async def worker(service: ReplayService, rng: random.Random, version: list[int])
             return
         await jitter(rng)
         for reservation in reservations:
-            if rng.random() < 0.2:
+            luck = rng.random()
+            if luck < 0.2:
                 await service.release(reservation, reason="failed")
+            elif luck < 0.25:
+                await service.drop(reservation, reason="failed for good")
             else:
                 sampled_by = version[0]
                 await jitter(rng)
