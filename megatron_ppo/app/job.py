@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megatron_ppo.app.actors import RunActors, run_actors
 from megatron_ppo.app.kernels import choose_kernels
 from megatron_ppo.app.limits import control_timeout_s
+from megatron_ppo.app.loopback import keep_to_loopback
 from megatron_ppo.app.parts import PartsBuilder, refit_backend
 from megatron_ppo.app.termination import is_on_every_rank, is_own_cause, lost_a_peer, terminate_as_exit
 from megatron_ppo.config.derived import Derived
@@ -53,6 +54,7 @@ def run_job(config: RunConfig, derived: Derived, *, alter: Callable[[Parts], Par
     Returns: 0 when it finished and every gate passed, otherwise 1 after the cause was printed once, by rank 0.
     """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    keep_to_loopback(config)
     with distributed_runtime(timeout_s=config.cluster.process_group_timeout_s) as runtime:
         control = dist.new_group(
             backend="gloo", timeout=datetime.timedelta(seconds=control_timeout_s(config))

@@ -8,10 +8,13 @@ reached by dotted name; the modules named here import no torch.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
+
+from pydantic import JsonValue
 
 from megatron_ppo.config.batching import token_budgets
 from megatron_ppo.config.derived import Derived, ModelFacts, ParallelSizes, TokenBudgets
@@ -36,6 +39,12 @@ _CHECK_RUN_DIRECTORY = "megatron_ppo.telemetry.run_dir.check_base_dir"
 _FIND_CHECKPOINT = "megatron_ppo.loop.checkpoint_folder.find_checkpoint"
 _CHECK_CONTINUED_RUN = "megatron_ppo.telemetry.run_dir.check_continued_run"
 
+# Names of keys, api_key and hf_token for example; `eos_token` and `max_tokens` are no secrets.
+_SECRET = re.compile(
+    r"(^|_)(api_?key|secret|secret_key|password|passwd|credentials?|private_key|access_key"
+    r"|(auth|access|api|hf|bearer|refresh)_token)$",
+    re.IGNORECASE,
+)
 # Arguments of vLLM that have a key of their own, and those that would falsify which weights sampled a token.
 _RESERVED_ENGINE_ARGS: dict[str, str] = {
     "model": "set policy.model",
@@ -73,6 +82,7 @@ def derive(
         _batch_problems,
         _unsupported_problems,
         _restore_problems,
+        _secret_problems,
     ):
         findings.lines.extend(rule(config))
     schedule = findings.attempt(lambda: config.schedule.schedule(config.run.max_num_steps))
@@ -262,6 +272,31 @@ def _unsupported_problems(config: RunConfig) -> Iterator[str]:
     for name in config.inference.engine:
         if name in _RESERVED_ENGINE_ARGS:
             yield f"inference.engine.{name}: may not be set here: {_RESERVED_ENGINE_ARGS[name]}"
+
+
+def _secret_problems(config: RunConfig) -> Iterator[str]:
+    """The parts without a schema are the only place where one could stand. The value is not repeated."""
+    for section, free in (
+        ("inference.engine", config.inference.engine),
+        ("reward.options", config.reward.options),
+    ):
+        for name in _secrets_in(free, section):
+            yield (
+                f"{name}: looks like a secret, which must not stand in a configuration: it is saved with the run; "
+                "set the environment variable that its library reads"
+            )
+
+
+def _secrets_in(value: JsonValue, name: str) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, part in value.items():
+            if isinstance(part, str) and part and _SECRET.search(key):
+                yield f"{name}.{key}"
+            else:
+                yield from _secrets_in(part, f"{name}.{key}")
+    elif isinstance(value, list):
+        for position, part in enumerate(value):
+            yield from _secrets_in(part, f"{name}[{position}]")
 
 
 def _sampling_problems(config: RunConfig) -> Iterator[str]:

@@ -127,7 +127,7 @@ class RewardSection(Section):
     @model_validator(mode="after")
     def _options_have_a_target(self) -> RewardSection:
         if self.target is None and self.options:
-            raise ValueError(f"options: got {self.options}; must be empty while _target_ is null")
+            raise ValueError(f"options: got {sorted(self.options)}; must be empty while _target_ is null")
         return self
 
 

@@ -19,13 +19,13 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron_ppo.mcore.checkpoint_safety import METADATA_FILE, check_objects, read_metadata
 from megatron_ppo.mcore.checkpoint_writer import COMMON_FILE, on_rank_zero
 from megatron_ppo.protocol.errors import CheckpointError
 
-_METADATA_FILE = ".metadata"
 # What torch and pickle raise for a file that ends too early or holds something else.
 _UNREADABLE = (
     OSError,
@@ -58,7 +58,7 @@ def load(template: dict[str, Any], path: Path) -> dict[str, Any]:
 
     Raises: CheckpointError on every rank, naming a tensor that is missing, of another shape or unreadable.
     """
-    metadata = FileSystemReader(path).read_metadata()
+    metadata = read_metadata(path)
     problems: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(problems, sorted(set(_mismatches(template, metadata))))
     found = sorted({problem for part in problems for problem in part})
@@ -79,7 +79,7 @@ def _common(path: Path) -> dict[str, Any]:
 
 def _check_files(path: Path) -> None:
     """Raises: CheckpointError naming the file that is missing, cut or unreadable, and a tensor that it holds."""
-    for name in (CONFIG_FNAME, _METADATA_FILE):
+    for name in (CONFIG_FNAME, METADATA_FILE):
         if not (path / name).is_file():
             raise CheckpointError(f"{path} is not a complete checkpoint of models: {name} is missing")
     try:
@@ -87,9 +87,9 @@ def _check_files(path: Path) -> None:
     except ValueError as error:
         raise CheckpointError(f"{path} is torn: {CONFIG_FNAME} is no JSON: {error}") from error
     try:
-        metadata = FileSystemReader(path).read_metadata()
+        metadata = read_metadata(path)
     except _UNREADABLE as error:
-        raise CheckpointError(f"{path} is torn: {_METADATA_FILE} cannot be read: {error!r}") from error
+        raise CheckpointError(f"{path} is torn: {METADATA_FILE} cannot be read: {error!r}") from error
     for index, stored in metadata.storage_data.items():
         file, end = path / stored.relative_path, stored.offset + stored.length
         if not file.is_file():
@@ -98,6 +98,10 @@ def _check_files(path: Path) -> None:
             raise CheckpointError(
                 f"{path} is torn: {file.name} has {file.stat().st_size} bytes; {index.fqn} ends at {end}"
             )
+    try:
+        check_objects(path, metadata)
+    except _UNREADABLE as error:
+        raise CheckpointError(f"{path} is torn: a stored object cannot be read: {error!r}") from error
     # 0.19.x saves the common state with the shards, 0.16.x in a file of its own, and stumbles over its absence.
     with_shards = any(key.startswith("common_state") for key in metadata.state_dict_metadata)
     if not with_shards and not (path / COMMON_FILE).is_file():

@@ -381,7 +381,7 @@ def _process_group(
         return dist.ProcessGroupNCCL(store, rank, spec.world_size, nccl)
     if spec.backend != "gloo":
         raise RefitError(f'refit backend must be "gloo" or "nccl", got "{spec.backend}"')
-    if not _is_loopback(spec.host):
+    if not is_loopback(spec.host):
         # Several hosts: gloo picks the interface itself and follows GLOO_SOCKET_IFNAME.
         return dist.ProcessGroupGloo(store, rank, spec.world_size, timeout)
     gloo = dist.ProcessGroupGloo._Options()
@@ -394,7 +394,8 @@ def _drop(holder: list[dist.ProcessGroup]) -> None:
     holder.clear()
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether `host` is this host's loopback address, without asking a name server."""
     if host == "localhost":
         return True
     try:

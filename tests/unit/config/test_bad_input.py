@@ -145,6 +145,14 @@ BAD_VALUES: list[tuple[dict[str, Any], list[str]]] = [
     ({"value_loss.cliprange": -1.0}, ["value_loss.cliprange", "-1.0", "> 0"]),
     ({"inference.engine": {"model": "x"}}, ["inference.engine.model", "policy.model"]),
     ({"inference.engine": {"pipeline_parallel_size": 2}}, ["inference.engine.pipeline_parallel_size", "1"]),
+    ({"inference.engine": {"hf_token": "hf_abc"}}, ["inference.engine.hf_token", "secret", "environment"]),
+    (
+        {
+            "reward._target_": "megatron_ppo.rewards.exact_match.ExactMatch",
+            "reward.options": {"judge": [{"API_KEY": "abc"}]},
+        },
+        ["reward.options.judge[0].API_KEY", "secret"],
+    ),
     ({"checkpoint.metric": "accuracy"}, ["checkpoint.metric", "'accuracy'", "(train|validation)/"]),
     ({"gates.g": {"metric": "m", "op": "~", "value": 1}}, ["gates.g.op", "'~'", "'<='"]),
     (
@@ -501,3 +509,10 @@ def test_composition_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     compose_values(["+experiment=cpu_smoke"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_value_of_a_secret_is_not_repeated_and_tokens_of_text_are_no_secrets() -> None:
+    with pytest.raises(ConfigError) as refused:
+        derive(changed({"inference.engine": {"hf_token": "hf_abc123"}}))
+    assert "hf_abc123" not in str(refused.value)
+    derive(changed({"inference.engine": {"max_num_batched_tokens": 512, "eos_token": "</s>"}}))
