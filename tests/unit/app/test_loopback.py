@@ -48,6 +48,7 @@ def config(*overrides: str) -> RunConfig:
 
 
 def test_gloo_listens_on_loopback_only() -> None:
+    """Where the host's name resolves to loopback, gloo would do so unasked; the variable is tested below."""
     environment = {key: value for key, value in os.environ.items() if key != VARIABLE}
     done = subprocess.run(
         [sys.executable, "-c", LISTENERS],
