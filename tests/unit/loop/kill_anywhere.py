@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_ppo.collector.collector import Collector
+from megatron_ppo.collector.scoring import ThreadScoring
 from megatron_ppo.data.prompts import ShuffledPrompts
 from megatron_ppo.data.task import TaskExample
 from megatron_ppo.loop.advantage import GAE
@@ -227,7 +228,7 @@ class SteppedCollection:
         self.collector = Collector(
             replay=self.replay,
             engine=engine,
-            scorer=FakeScorer(),
+            scoring=ThreadScoring(FakeScorer(), threads=1, deadline_s=LIMIT_S),
             prompts=STREAM,
             num_generations=GENERATIONS,
             sampling=SamplingSettings(max_new_tokens=plan.max_new_tokens),
