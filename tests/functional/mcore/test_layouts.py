@@ -122,6 +122,12 @@ TABLE: dict[str, Row] = {
     "pp2_vpp2_dynamic": Row(layout=PP2 | VPP2, model=DEEP, changes=DYNAMIC),
     "cp2_dp2_dynamic": Row(layout=CP2, world_size=4, changes=DYNAMIC),
 }
+# Further mixtures of what other rows have: run by `make test-long`, since `make test` has its 25 minutes.
+RARE = (
+    "block_recompute", "tp2_sp_full_recompute", "pp2_vpp2_selective_recompute", "pp2_vpp2_three_microbatches",
+    "tp2_sp_cp2", "cp2_pp2_vpp2_grad_overlap", "cp2_overlap", "cp4", "pp4", "tp2_sp_pp2_vpp2",
+    "pp2_vpp2_dp2_overlap", "cp2_pp2_packed", "pp2_packed", "cp2_dp2_dynamic",
+)  # fmt: skip
 # What a plan of microbatches is like, and so not the same in every layout.
 OF_THE_PLAN = ("packing_efficiency", "num_microbatches", "token_imbalance")
 # float32 sums in another order: relative differences of a few 1e-7 per reduction, grown over three steps.
@@ -179,7 +185,9 @@ def assert_same_training(seen: dict[str, Any], expected: dict[str, Any], prefix:
 
 
 @pytest.mark.parametrize("kind", ["policy", "critic"])
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in RARE else ()) for name in TABLE]
+)
 def test_a_layout_trains_like_one_process(
     workers: WorkerGroup,
     tiny_model: Callable[[str], Path],
