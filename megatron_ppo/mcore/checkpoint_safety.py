@@ -93,7 +93,7 @@ def check_objects(path: Path, metadata: Metadata) -> None:
             torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
-                f"{path / stored.relative_path} is refused: object {index.fqn} is no plain data: {error}"
+                f"{path / stored.relative_path} is refused: object {index.fqn} cannot be read as plain data: {error}"
             ) from error
 
 
