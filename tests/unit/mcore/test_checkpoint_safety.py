@@ -55,7 +55,9 @@ def test_a_stored_object_with_a_function_in_it_is_refused_before_it_runs(tmp_pat
     proof = tmp_path / "proof"
     path = saved(tmp_path / "checkpoint", rng=Evil(proof), w=torch.zeros(2))
     metadata = read_metadata(path)
-    with pytest.raises(CheckpointError, match=r"(?s)object rng cannot be read as plain data: .*posix\.system"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)object rng cannot be read as plain data: .*posix\.system"
+    ):
         check_objects(path, metadata)
     assert not proof.exists()
 
