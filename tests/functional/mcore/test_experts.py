@@ -44,22 +44,6 @@ TABLE: dict[str, Row] = {
 }
 
 
-@pytest.fixture(scope="module")
-def one_process(
-    workers: WorkerGroup, tiny_model: Callable[[str], Path]
-) -> Callable[[str, str], dict[str, Any]]:
-    """The training in one process; computed once per head and model."""
-    known: dict[tuple[str, str], dict[str, Any]] = {}
-
-    def result(kind: str, model: str) -> dict[str, Any]:
-        if (kind, model) not in known:
-            folder = str(tiny_model(model))
-            known[kind, model] = workers.run_alone(JOBS + "train", kind=kind, folder=folder, layout={})
-        return known[kind, model]
-
-    return result
-
-
 @pytest.mark.parametrize(
     ("name", "kind"),
     [*((name, "policy") for name in TABLE), ("ep2", "critic"), ("tp2_sp_ep2", "critic")],

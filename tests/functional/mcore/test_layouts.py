@@ -142,22 +142,6 @@ GRADIENT_RELATIVE = 1e-5
 VALUE_RELATIVE = 1e-4
 
 
-@pytest.fixture(scope="module")
-def one_process(
-    workers: WorkerGroup, tiny_model: Callable[[str], Path]
-) -> Callable[[str, str], dict[str, Any]]:
-    """The same training in one process; computed once per head and model kind."""
-    known: dict[tuple[str, str], dict[str, Any]] = {}
-
-    def result(kind: str, model: str) -> dict[str, Any]:
-        if (kind, model) not in known:
-            folder = str(tiny_model(model))
-            known[kind, model] = workers.run_alone(JOBS + "train", kind=kind, folder=folder, layout={})
-        return known[kind, model]
-
-    return result
-
-
 def assert_same_training(seen: dict[str, Any], expected: dict[str, Any], prefix: str) -> None:
     for step, (mine, theirs) in enumerate(zip(seen["metrics"], expected["metrics"], strict=True)):
         assert mine.keys() == theirs.keys()
