@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from megatron_ppo.mcore import platform
-from megatron_ppo.protocol.errors import CheckpointError
+from megatron_ppo.protocol.errors import CheckpointError, with_causes
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class StagedSave:
 
         Raises: CheckpointError on every rank, with the cause and its rank, if a file could not be written.
         """
-        mine = None if self._error is None else f"{type(self._error).__name__}: {self._error}"
+        mine = None if self._error is None else with_causes(self._error)
         shares: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(shares, (mine, self._results))
         failed = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(shares) if error is not None]
@@ -171,12 +171,10 @@ def on_rank_zero(action: Callable[[], None]) -> None:
     if dist.get_rank() == 0:
         try:
             action()
-        except (
-            CheckpointError,
-            OSError,
-            RuntimeError,
-        ) as error:  # torch reports some failed writes as the latter
+        except CheckpointError as error:
             box[0] = str(error)
+        except (OSError, RuntimeError) as error:  # torch reports some failed writes as the latter
+            box[0] = with_causes(error)
     dist.broadcast_object_list(box, src=0)
     if box[0] is not None:
         raise CheckpointError(box[0])

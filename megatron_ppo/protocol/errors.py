@@ -51,3 +51,19 @@ class NonFiniteError(MegatronPPOError):
 
 class CheckpointError(MegatronPPOError):
     """A checkpoint is missing, torn, or of another run."""
+
+
+def with_causes(error: BaseException) -> str:
+    """`error` and what it was raised from or during, in one line.
+
+    A disk that fills up while torch closes its zip file ends as a RuntimeError about positions in the file; only the
+    error that was being handled then says that no space was left.
+    """
+    parts: list[str] = []
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        parts.append(f"{type(link).__name__}: {link}")
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return ", because of ".join(parts)
