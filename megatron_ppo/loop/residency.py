@@ -23,7 +23,7 @@ Where nothing has to move (a CPU), the models are `STATIONARY`: the same schedul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import Protocol
@@ -88,18 +88,13 @@ class Residency:
 
     Args:
         models: the movable ones, none of them resident; the others are stationary. `built` adds further ones.
-        before_move: called before anything is offloaded; waits for whoever still reads the device's memory (a
-            checkpoint that is being written).
+
+    A checkpoint that is still being written reads nothing here: it was copied to host memory while its model was
+    being `saving`.
     """
 
-    def __init__(
-        self,
-        models: Mapping[Model, Movable] | None = None,
-        *,
-        before_move: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, models: Mapping[Model, Movable] | None = None) -> None:
         self._models = dict(models or {})
-        self._before_move = before_move
         self._resident: dict[Model, Parts] = {}
         self._phase: str | None = None
 
@@ -198,7 +193,6 @@ class Residency:
             self._movable(model).load(missing)
 
     def _offload(self, model: Model, parts: Parts, *, after_failure: bool = False) -> None:
-        self._before_move()
         self._movable(model).offload(parts, after_failure=after_failure)
         left = self._resident[model] - parts
         if left:

@@ -1,7 +1,7 @@
 """A device that takes notes: it moves nothing, knows what is on it, and fails where it is told to.
 
-Every part of a fake run is put on it (`on_device`): a model that is used while it is off, a second model beside a
-first one, or memory that is freed while a checkpoint still reads it is an AssertionError in the moment it happens.
+Every part of a fake run is put on it (`on_device`): a model that is used while it is off, or a second model beside a
+first one is an AssertionError in the moment it happens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_ppo.data.batch import TrainBatch
-from megatron_ppo.loop.checkpoints import ModelStore
+from megatron_ppo.loop.checkpoints import BackgroundSave, ModelStore
 from megatron_ppo.loop.ports import Critic, Policy, Refit
 from megatron_ppo.loop.residency import EVERYTHING, STATE, WEIGHTS, Model, Parts, Residency
 from tests.unit.loop.fake_run import FakeRun
@@ -31,7 +31,7 @@ class Device:
 
     Attributes:
         moves: ("load" or "offload", model, parts), in order, of those that succeeded.
-        notes: every move and every use, in words.   being_read: models that a checkpoint still copies.
+        notes: every move and every use, in words.
         left_alone: models that left without waiting for the other ranks.
     """
 
@@ -42,7 +42,6 @@ class Device:
         self.moves: list[tuple[str, Model, Parts]] = []
         self.notes: list[str] = []
         self.faults: list[str] = []
-        self.being_read: set[Model] = set()
         self.left_alone: set[Model] = set()
 
     def operation(self, note: str) -> None:
@@ -61,10 +60,6 @@ class Device:
         """`what` needs exactly `parts` of `model`."""
         assert self.on == {model: parts}, f"{what} while on the device are {self.on}"
         self.operation(what)
-
-    def wait_for_readers(self) -> None:
-        """What an asynchronous checkpoint offers."""
-        self.being_read.clear()
 
 
 class Recorded:
@@ -90,7 +85,6 @@ class Recorded:
         device, model = self._device, self._model
         assert after_failure or not device.faults, f"the {model} leaves collectively after a failure"
         device.left_alone |= {model} if after_failure else set()
-        assert not device.being_read, f"the {model} goes while a checkpoint reads {device.being_read}"
         device.operation(f"offload {model}: {','.join(sorted(parts))}")
         left = device.on.get(model, frozenset()) - parts
         device.on.pop(model, None)
@@ -154,28 +148,27 @@ class RefitOn:
 
 
 class StoreOn:
-    """`ModelStore` that reads and writes both models on the device, one after the other.
+    """`ModelStore` that reads and writes both models on the device, one after the other."""
 
-    Args:
-        asynchronous: reading goes on after `save` has returned.
-    """
-
-    def __init__(
-        self, store: ModelStore, device: Device, residency: Residency, *, asynchronous: bool = False
-    ) -> None:
+    def __init__(self, store: ModelStore, device: Device, residency: Residency) -> None:
         self._store = store
         self._device = device
         self._residency = residency
-        self._asynchronous = asynchronous
 
     def save(self, folder: Path) -> None:
         """See `ModelStore.save`."""
+        self._read()
+        self._store.save(folder)
+
+    def begin_save(self, folder: Path) -> BackgroundSave:
+        """See `ModelStore.begin_save`."""
+        self._read()
+        return self._store.begin_save(folder)
+
+    def _read(self) -> None:
         for model in (Model.POLICY, Model.CRITIC):
             with self._residency.saving(model):
                 self._device.use(model, STATE, f"save {model}")
-                if self._asynchronous:
-                    self._device.being_read.add(model)
-        self._store.save(folder)
 
     def load(self, folder: Path) -> None:
         """See `ModelStore.load`."""
@@ -185,19 +178,14 @@ class StoreOn:
         self._store.load(folder)
 
 
-def on_device(
-    device: Device,
-    make_run: Callable[[Callable[[ModelStore], ModelStore]], FakeRun],
-    *,
-    asynchronous: bool = False,
-) -> FakeRun:
+def on_device(device: Device, make_run: Callable[[Callable[[ModelStore], ModelStore]], FakeRun]) -> FakeRun:
     """A fake run whose models share `device`.
 
     Args:
         make_run: given what wraps the store of the models.
     """
-    residency = Residency(before_move=device.wait_for_readers)
-    run = make_run(lambda store: StoreOn(store, device, residency, asynchronous=asynchronous))
+    residency = Residency()
+    run = make_run(lambda store: StoreOn(store, device, residency))
     for model in (Model.POLICY, Model.REFERENCE, Model.CRITIC):
         device.on[model] = EVERYTHING  # just built
         residency.built(model, device.movable(model))

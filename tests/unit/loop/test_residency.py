@@ -28,13 +28,13 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def run_on(device: Device, schedule: AsyncSchedule, *, asynchronous: bool = False, **kwargs: Any) -> FakeRun:
+def run_on(device: Device, schedule: AsyncSchedule, **kwargs: Any) -> FakeRun:
     """A fake run on `device`; keywords go to `fake_run`."""
 
     def make_run(wrap_store: Callable[[ModelStore], ModelStore]) -> FakeRun:
         return fake_run(schedule, wrap_store=wrap_store, **kwargs)
 
-    return on_device(device, make_run, asynchronous=asynchronous)
+    return on_device(device, make_run)
 
 
 def with_everything_due(schedule: AsyncSchedule, **changes: Any) -> LoopSettings:
@@ -224,28 +224,6 @@ def test_a_model_that_can_never_leave_keeps_every_other_one_out(tmp_path: Path) 
             pytest.fail("two models on the device")
         assert set(device.on) == {model}
     assert stuck > 10
-
-
-def test_memory_that_a_checkpoint_still_reads_is_not_freed(tmp_path: Path) -> None:
-    """Without the wait the device complains; with it, a write may outlive the call that began it."""
-    schedule = AsyncSchedule(max_num_steps=2)
-    device = Device()
-    run = run_on(device, schedule, epochs=2, folder=tmp_path, asynchronous=True)
-    train(with_everything_due(schedule), schedule, run.parts)
-    device.being_read.add(Model.POLICY)
-    device.on[Model.POLICY] = WEIGHTS
-    with pytest.raises(AssertionError, match="while a checkpoint reads"):
-        device.movable(Model.POLICY).offload(WEIGHTS)
-
-
-def test_a_failed_wait_for_a_checkpoint_is_what_the_phase_raises() -> None:
-    def wait() -> None:
-        raise OSError("disk full")
-
-    device = Device()
-    residency = Residency({Model.POLICY: device.movable(Model.POLICY)}, before_move=wait)
-    with pytest.raises(OSError, match="disk full"), residency.publishing():
-        pass
 
 
 def test_phases_do_not_nest() -> None:
