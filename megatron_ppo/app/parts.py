@@ -93,6 +93,7 @@ class PartsBuilder:
             validator=self._validator(),
             checkpoints=self._checkpoints(models, notify=telemetry.note),
             telemetry=telemetry,
+            scoring=lambda: models.critic.scoring_metrics() | models.policy.scoring_metrics(),
             observe=lambda: self.rank_zero.run("the actors' statistics", self._statistics),
         )
 

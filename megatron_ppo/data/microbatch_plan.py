@@ -94,6 +94,14 @@ class MicrobatchPlan:
         loads = [sum(rank) for rank in self.positions]
         return max(loads) * len(loads) / sum(loads)
 
+    def metrics(self, prefix: str) -> dict[str, float]:
+        """The numbers that say how well the batch was cut, under `prefix`."""
+        return {
+            f"{prefix}packing_efficiency": self.packing_efficiency,
+            f"{prefix}num_microbatches": float(self.num_microbatches),
+            f"{prefix}token_imbalance": self.token_imbalance,
+        }
+
 
 def plan(
     length_B: Sequence[int],

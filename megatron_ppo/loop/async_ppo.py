@@ -83,6 +83,7 @@ class Parts:
     """The loop's collaborators; the app makes the real ones, the unit tests make fakes.
 
     Attributes:
+        scoring: how the models cut the step's batch to score it, asked right after that; the same on every rank.
         observe: what the run's other processes say of themselves, once a step; the same on every rank.
         residency: which model is on the device; by default nothing has to move.
     """
@@ -95,6 +96,7 @@ class Parts:
     validator: Validator
     checkpoints: Checkpoints
     telemetry: Telemetry
+    scoring: Callable[[], Metrics] = dict
     observe: Callable[[], Metrics] = dict
     residency: Residency = field(default_factory=Residency)
 
@@ -186,6 +188,7 @@ def _score(run: LoopSettings, parts: Parts, batch: TrainBatch, log: StepLog) -> 
         if run.use_reference:
             with residency.scoring(Model.REFERENCE):
                 batch = batch.replace(ref_logprobs_BT=parts.policy.reference_logprobs(batch))
+    log.add(parts.scoring())
     with log.timed("advantage_calculation"):
         batch, mismatch = mask_mismatched_sequences(batch, threshold=run.seq_logprob_error_threshold)
         log.add(mismatch)

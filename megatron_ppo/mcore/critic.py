@@ -105,6 +105,10 @@ class MegatronCritic:
         """float32 [B, T] reward units; 0 outside the response mask. The same on every rank."""
         return self.trained.tokens(batch, _values_before_tokens)
 
+    def scoring_metrics(self) -> dict[str, float]:
+        """`train/critic/value_...`: how the last pass without gradient was cut into microbatches."""
+        return self.trained.scoring_metrics("train/critic/value_")
+
     def update(self, minibatches: Sequence[TrainBatch]) -> dict[str, float]:
         """One optimizer step per minibatch, then one scheduler tick; metrics are `train/critic/...`.
 

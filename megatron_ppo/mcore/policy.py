@@ -156,6 +156,10 @@ class MegatronPolicy:
         self.reference_residence.require(WEIGHTS, "a forward pass")
         return self._score(batch, self._reference, self._reference_head, None)
 
+    def scoring_metrics(self) -> dict[str, float]:
+        """`train/logprob_...`: how the last pass without gradient was cut into microbatches."""
+        return self.trained.scoring_metrics("train/logprob_")
+
     def update(self, minibatches: Sequence[TrainBatch]) -> dict[str, float]:
         """One optimizer step per minibatch, then one scheduler tick; metrics `train/...` are means over
         minibatches.

@@ -102,6 +102,7 @@ class TrainedModel:
         self.parallel = settings.parallel
         self._train_batches = _fitted(settings.train_batches, self.parallel)
         self._score_batches = _fitted(settings.score_batches, self.parallel)
+        self._last_scoring: MicrobatchPlan | None = None
         self.model: HFModelConfig = read_hf_config(settings.folder)
         if self.model.has_value_head and not settings.value_head:
             raise ConfigError(
@@ -208,16 +209,21 @@ class TrainedModel:
         if modules is None:
             self.residence.require(WEIGHTS, "a forward pass")
             self.flush()
+        self._last_scoring = self._plan(batch, self._score_batches, may_repeat=True)
         return forward.token_pass(
             self.modules if modules is None else modules,
             self.config,
             self.parallel,
             batch,
             function,
-            plan=self._plan(batch, self._score_batches, may_repeat=True),
+            plan=self._last_scoring,
             policy=self._score_batches,
             pad_token_id=self.settings.pad_token_id,
         )
+
+    def scoring_metrics(self, prefix: str) -> dict[str, float]:
+        """How the last pass of `tokens` was cut into microbatches, under `prefix`; empty before the first."""
+        return {} if self._last_scoring is None else self._last_scoring.metrics(prefix)
 
     def _plan(self, batch: TrainBatch, policy: BatchPolicy, *, may_repeat: bool) -> MicrobatchPlan:
         """Which rows go into which microbatch of which data-parallel rank; the same on every rank."""
@@ -272,9 +278,7 @@ class TrainedModel:
         norm = self._apply(minibatch)
         metrics = self._reduce([report.metrics for report in reports])
         metrics[f"{prefix}/grad_norm"] = _part(norm)
-        metrics[f"{prefix}/packing_efficiency"] = _part(batches.packing_efficiency)
-        metrics[f"{prefix}/num_microbatches"] = _part(batches.num_microbatches)
-        metrics[f"{prefix}/token_imbalance"] = _part(batches.token_imbalance)
+        metrics |= {name: _part(value) for name, value in batches.metrics(f"{prefix}/").items()}
         metrics[f"{prefix}/global_valid_toks"] = _part(counts.valid_tokens)
         metrics[f"{prefix}/global_valid_seqs"] = _part(counts.valid_sequences)
         return metrics

@@ -250,6 +250,7 @@ def train(*, kind: str, folder: str, layout: Layout, steps: int = 3, **changes: 
             "scores_before": before,
             "parameters": full_parameters(model),
             "scores": scored(model, random_batch()),
+            "scoring": model.scoring_metrics(),
             "hash": model.parameters_hash(),
         }
 

@@ -145,6 +145,16 @@ def test_packing_puts_no_more_into_a_microbatch_than_needed_to_balance_them() ->
     assert seen.token_imbalance == seen.packing_efficiency == 1.0
 
 
+def test_a_plan_reports_padding_passes_and_balance() -> None:
+    seen = plan([8, 4, 4, 4], data_parallel_size=2, policy=FixedSize(sequences=1, multiple=2))
+    # Ranks process 12 and 8 positions, their mean is 10; every one of them is a token.
+    assert seen.metrics("x_") == {
+        "x_packing_efficiency": 1.0,
+        "x_num_microbatches": 2.0,
+        "x_token_imbalance": 1.2,
+    }
+
+
 def test_two_ranks_of_one_long_and_many_short_rows_have_the_same_work() -> None:
     seen = plan([64] + [8] * 7, data_parallel_size=2, policy=TokenBudget(tokens=64, packed=False, multiple=8))
     assert sorted(map(sum, seen.positions)) == [56, 64]

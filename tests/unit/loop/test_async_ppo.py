@@ -116,6 +116,22 @@ def test_a_frozen_step_publishes_nothing_and_logs_no_policy_keys() -> None:
     assert {"train/critic/loss", "train/loss", "train/grad_norm", "refit/transfer_s"} <= second.keys()
 
 
+def test_how_the_scored_batch_was_cut_is_asked_after_its_passes_and_before_any_update() -> None:
+    schedule = AsyncSchedule(max_num_steps=2, policy_training_start_step=1)
+    run = fake_run(schedule)
+    asked_after: list[str] = []
+
+    def scoring() -> dict[str, float]:
+        asked_after.append(run.events[-1])
+        return {"train/logprob_packing_efficiency": 0.5 + len(asked_after)}
+
+    run = run.but(scoring=scoring)
+    train(loop_settings(schedule, use_reference=True), schedule, run.parts)
+    assert asked_after == ["reference", "reference"]
+    # On frozen steps too: they score as well.
+    assert [row["train/logprob_packing_efficiency"] for row in run.telemetry.rows] == [1.5, 2.5]
+
+
 def test_two_steps_of_two_epochs_publish_three_times_and_update_each_model_in_four_epochs() -> None:
     """P1: as many publishes as policy steps, and the one at the start."""
     schedule = AsyncSchedule(max_num_steps=2, max_trajectory_age_steps=0)
