@@ -83,8 +83,7 @@ def _largest_tensor_size(section: ParallelismSection, world_size: int, model: Mo
         ranks,
         model.num_heads,
         model.num_kv_heads,
-        model.ffn_hidden_size,
-        model.moe_ffn_hidden_size,
+        *(width for _, width in _mlp_widths(model)),
     )
     return max(size for size in range(1, ranks + 1) if all(number % size == 0 for number in wanted))
 
@@ -105,10 +104,18 @@ def _expert_problems(
         yield f"{name}; must divide the model's {model.num_experts} experts"
 
 
+def _mlp_widths(model: ModelFacts) -> Iterator[tuple[str, int]]:
+    """Of the MLPs that the model has. Where all layers have experts, the dense width is no size of anything."""
+    if model.has_dense_layers:
+        yield "MLP width", model.ffn_hidden_size
+    if model.num_experts:
+        yield "expert width", model.moe_ffn_hidden_size
+
+
 def _misfits(key: str, tensor: int, pipeline: int, model: ModelFacts) -> list[str]:
     problems = [
         f"{key}.tensor_model_parallel_size: got {tensor}; must divide the model's {name} {count}"
-        for name, count in (("MLP width", model.ffn_hidden_size), ("expert width", model.moe_ffn_hidden_size))
+        for name, count in _mlp_widths(model)
         if count % tensor
     ]
     if model.num_layers % pipeline:

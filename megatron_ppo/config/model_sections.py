@@ -23,6 +23,9 @@ class ModelShapeSection(Section):
     tie_word_embeddings: bool = setting(doc="Embedding and output layer share their weights.")
     num_experts: int = setting(0, "Experts of a layer; 0 is a dense model.", unit="experts", ge=0)
     moe_ffn_hidden_size: int = setting(0, "Width of an expert; 0 is a dense model.", unit="channels", ge=0)
+    has_dense_layers: bool = setting(
+        True, "Whether any layer has a dense MLP; in a mixture of experts all layers may have experts."
+    )
 
 
 class ModelSource(Section):

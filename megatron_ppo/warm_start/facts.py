@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_ppo.protocol.errors import ConfigError
 from megatron_ppo.warm_start.recipe import Recipe, WarmStartRecipe
@@ -26,6 +27,7 @@ class ModelFacts:
     tie_word_embeddings: bool
     num_experts: int = 0
     moe_ffn_hidden_size: int = 0
+    has_dense_layers: bool = True
 
 
 SMOLLM2_135M = ModelFacts(
@@ -65,6 +67,14 @@ def model_facts(model: Recipe | str | Path) -> ModelFacts:
     return SMOLLM2_135M
 
 
+def _has_dense_layers(config: dict[str, Any]) -> bool:
+    """Of a mixture; as `mcore.hf_config` reads it."""
+    layers = range(int(config["num_hidden_layers"]))
+    step = int(config.get("decoder_sparse_step") or 1)
+    listed = config.get("mlp_only_layers") or ()
+    return any(layer in listed or (layer + 1) % step for layer in layers)
+
+
 def _folder_facts(folder: Path) -> ModelFacts:
     path = folder / "config.json"
     try:
@@ -74,6 +84,7 @@ def _folder_facts(folder: Path) -> ModelFacts:
     try:
         heads = int(config["num_attention_heads"])
         hidden = int(config["hidden_size"])
+        experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
         return ModelFacts(
             architecture=str(config["architectures"][0]),
             hidden_size=hidden,
@@ -85,8 +96,9 @@ def _folder_facts(folder: Path) -> ModelFacts:
             vocab_size=int(config["vocab_size"]),
             context_length=int(config["max_position_embeddings"]),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            num_experts=int(config.get("num_experts") or config.get("num_local_experts") or 0),
+            num_experts=experts,
             moe_ffn_hidden_size=int(config.get("moe_intermediate_size") or 0),
+            has_dense_layers=experts == 0 or _has_dense_layers(config),
         )
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as a decoder model: {error!r}") from error

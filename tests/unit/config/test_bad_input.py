@@ -448,6 +448,21 @@ def test_expert_settings_without_experts_are_refused(tmp_path: Path) -> None:
     assert "policy.moe_aux_loss_coeff: got 0.1; must be 0" in message
 
 
+def test_the_width_of_dense_layers_counts_where_there_are_any(tmp_path: Path) -> None:
+    settings = {
+        "policy.parallelism.tensor_model_parallel_size": 2,
+        "policy.parallelism.sequence_parallel": True,
+        "critic.parallelism.tensor_model_parallel_size": 1,
+    }
+    # Every layer has experts, of width 36: the odd number is no size of anything.
+    all_experts = _folder(tmp_path / "all", **MOE, intermediate_size=127)
+    assert derive(changed({**_use(all_experts), **settings}), 2).policy.tensor == 2
+    some = _folder(tmp_path / "some", **MOE, intermediate_size=127, mlp_only_layers=[0])
+    assert "tensor_model_parallel_size: got 2; must divide the model's MLP width 127" in refusal(
+        {**_use(some), **settings}, 2
+    )
+
+
 def test_experts_are_shared_out_where_they_fit(tmp_path: Path) -> None:
     settings = {
         "policy.parallelism.expert_model_parallel_size": 2,

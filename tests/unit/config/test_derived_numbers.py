@@ -156,6 +156,7 @@ def test_table_shows_every_number_once() -> None:
 class _Model:
     architecture, num_layers, hidden_size, vocab_size, context_length = "LlamaForCausalLM", 12, 96, 100, 64
     num_experts = moe_ffn_hidden_size = 0
+    has_dense_layers = True
 
     def __init__(self, num_heads: int, num_kv_heads: int, ffn_hidden_size: int) -> None:
         self.num_heads, self.num_kv_heads, self.ffn_hidden_size = num_heads, num_kv_heads, ffn_hidden_size
