@@ -131,13 +131,10 @@ class RecomputeSection(Section):
         return {**self.model_dump(), "modules": tuple(self.modules)}
 
 
-class DynamicBatchingSection(Section):
-    """Microbatches of as many sequences as a token budget holds, padded to the longest of them.
+class TokenBudgetSection(Section):
+    """What both ways to cut microbatches by tokens have in common."""
 
-    Shares of data-parallel ranks are balanced. Replaces `train_micro_batch_size` and `logprob_batch_size`.
-    """
-
-    enabled: bool = setting(False, "Whether microbatches are cut by tokens. Does not change the gradient.")
+    enabled: bool = setting(False, "Whether microbatches are cut this way. Does not change the gradient.")
     train_mb_tokens: int | None = setting(
         None,
         "Positions of a microbatch in training, padding included. null is max_model_len * train_micro_batch_size.",
@@ -150,30 +147,24 @@ class DynamicBatchingSection(Section):
         unit="tokens",
         ge=1,
     )
+
+
+class DynamicBatchingSection(TokenBudgetSection):
+    """Microbatches of as many sequences as a token budget holds, padded to the longest of them.
+
+    Shares of data-parallel ranks are balanced. Replaces `train_micro_batch_size` and `logprob_batch_size`.
+    """
+
     sequence_length_round: int = setting(
         64, "Padded lengths are multiples of it, so that few shapes occur.", unit="tokens", ge=1
     )
 
 
-class SequencePackingSection(Section):
+class SequencePackingSection(TokenBudgetSection):
     """Microbatches of sequences laid end to end, without padding but for what the layout needs to cut them.
 
     Shares of data-parallel ranks are balanced. Replaces `train_micro_batch_size` and `logprob_batch_size`.
     """
-
-    enabled: bool = setting(False, "Whether sequences are packed. Does not change the gradient.")
-    train_mb_tokens: int | None = setting(
-        None,
-        "Tokens of a microbatch in training. null is max_model_len * train_micro_batch_size.",
-        unit="tokens",
-        ge=1,
-    )
-    logprob_mb_tokens: int | None = setting(
-        None,
-        "The same in forward-only passes. null is max_model_len * logprob_batch_size.",
-        unit="tokens",
-        ge=1,
-    )
 
 
 class TrainedModelSection(BuiltSection):
