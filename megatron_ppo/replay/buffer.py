@@ -15,12 +15,13 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_ppo.protocol.errors import CheckpointError, ConfigError, GroupMismatchError
+from megatron_ppo.protocol.errors import ConfigError, GroupMismatchError
 from megatron_ppo.protocol.ledger import Ledger, OrdinalStatus
 from megatron_ppo.protocol.moves import Journal, Move, Stage
 from megatron_ppo.protocol.schedule import AsyncSchedule
 from megatron_ppo.protocol.targets import SlotState, TargetTable
 from megatron_ppo.protocol.trajectory import PromptGroup, Reservation
+from megatron_ppo.replay.checks import check_group, check_state, is_fresh
 from megatron_ppo.replay.state import BufferState
 from megatron_ppo.replay.status import BufferStatus, Counters, RejectReason, RestoreReport
 
@@ -153,8 +154,8 @@ class PromptGroupBuffer:
             logger.warning("group of ordinal %d came after its step %d", group.ordinal, group.target_step)
             return
         self._check_reservation(group)
-        self._check_group(group)
-        if not self._is_fresh(group):
+        check_group(group, schedule=self._schedule, num_generations=self._num_generations)
+        if not is_fresh(group, self._schedule):
             self._counters.stale_commits += 1
             self._release(
                 group.target_step, group.ordinal, f"too old at commit (version {group.min_version})"
@@ -191,14 +192,6 @@ class PromptGroupBuffer:
         self._record(reservation.ordinal, Stage.DROPPED, target_step=reservation.target_step, reason=reason)
         return True
 
-    def ready_count(self, target: int) -> int:
-        """Stored groups of `target`."""
-        return len(self._targets.ready(target))
-
-    def is_ready(self, target: int) -> bool:
-        """Whether `take(target)` would return groups."""
-        return target == self.lowest_unfinished and self.ready_count(target) == self._num_prompts
-
     def take(self, target: int) -> list[PromptGroup] | None:
         """The N groups of `target`, first finished first; None while one is missing; they count as trained.
 
@@ -219,18 +212,6 @@ class PromptGroupBuffer:
         self._ledger.check()
         self._counters.trained += len(ordinals)
         return [self._groups.pop(ordinal) for ordinal in ordinals]
-
-    def evict_stale(self) -> int:
-        """Release every stored group that is too old for its target; how many there were.
-
-        Commit refuses such groups, so only a restore under a new schedule can leave any.
-        """
-        stale = [group for group in self._groups.values() if not self._is_fresh(group)]
-        for group in stale:
-            reason = f"too old for step {group.target_step} (version {group.min_version})"
-            self._release(group.target_step, group.ordinal, reason)
-        self._counters.evicted += len(stale)
-        return len(stale)
 
     def trained_ordinals(self) -> tuple[int, ...]:
         """Every ordinal trained so far, ascending."""
@@ -258,7 +239,12 @@ class PromptGroupBuffer:
         """
         if self._window is not None or self._ledger.next_ordinal:
             raise GroupMismatchError("only a new buffer can be restored; this one is in use")
-        self._check_state(state, resume_step)
+        check_state(
+            state,
+            resume_step=resume_step,
+            num_prompts=self._num_prompts,
+            num_generations=self._num_generations,
+        )
         self._ledger = Ledger(state.ledger)
         self._targets = TargetTable(slots_per_target=self._num_prompts, lowest_unfinished=resume_step)
         report = RestoreReport(resume_step=resume_step, num_pending_before=self._ledger.counts().pending)
@@ -356,66 +342,12 @@ class PromptGroupBuffer:
                 f"the ordinal is {self._ledger.status(group.ordinal).name.lower()}, held reservation: {held}"
             )
 
-    def _check_group(self, group: PromptGroup) -> None:
-        if len(group.trajectories) != self._num_generations:
-            raise GroupMismatchError(
-                f"group of ordinal {group.ordinal} has {len(group.trajectories)} trajectories, "
-                f"algorithm.num_generations_per_prompt is {self._num_generations}"
-            )
-        prompt = group.trajectories[0].prompt_token_ids
-        if any(trajectory.prompt_token_ids != prompt for trajectory in group.trajectories):
-            raise GroupMismatchError(f"group of ordinal {group.ordinal} mixes different prompts")
-        newest = self._schedule.version_at(group.target_step)
-        if group.max_version > newest:
-            raise GroupMismatchError(
-                f"group of ordinal {group.ordinal} was sampled by version {group.max_version}, "
-                f"but its target step {group.target_step} holds version {newest} at most"
-            )
-
-    def _is_fresh(self, group: PromptGroup) -> bool:
-        oldest = self._schedule.oldest_version_for(group.target_step)
-        return oldest <= group.min_version and group.max_version <= self._schedule.version_at(
-            group.target_step
-        )
-
     def _reason_to_reject(self, group: PromptGroup, resume_step: int, frontier: int) -> RejectReason | None:
         # Age comes first, so that a target cannot look complete and then shrink.
-        if not self._is_fresh(group):
+        if not is_fresh(group, self._schedule):
             return "stale"
         if group.target_step < resume_step:
             return "past"
         if group.target_step > frontier:
             return "beyond_window"
         return None if self._targets.missing(group.target_step) else "surplus"
-
-    def _check_state(self, state: BufferState, resume_step: int) -> None:
-        if state.groups and state.num_generations_per_prompt != self._num_generations:
-            raise CheckpointError(
-                "algorithm.num_generations_per_prompt cannot change on resume: the saved groups have "
-                f"{state.num_generations_per_prompt} trajectories, the run has {self._num_generations}; "
-                "set checkpoint.load_replay_buffer=false to generate them again"
-            )
-        if state.lowest_unfinished > resume_step:
-            raise CheckpointError(
-                f"the replay snapshot has trained step {state.lowest_unfinished - 1} already, the weights "
-                f"have {resume_step} completed steps; snapshot and weights must come from one checkpoint"
-            )
-        if state.num_prompts_per_step != self._num_prompts:
-            logger.warning(
-                "algorithm.num_prompts_per_step was %d when saved, is %d now; targets are filled or trimmed",
-                state.num_prompts_per_step,
-                self._num_prompts,
-            )
-        ordinals = [group.ordinal for group in state.groups]
-        if len(set(ordinals)) != len(ordinals):
-            raise CheckpointError(f"the replay snapshot holds an ordinal twice: {sorted(ordinals)}")
-        ledger = Ledger(state.ledger)
-        final = [q for q in ordinals if ledger.status(q) is not OrdinalStatus.PENDING]
-        if final:
-            raise CheckpointError(f"the replay snapshot holds groups of ordinals that are not open: {final}")
-        for group in state.groups:
-            if len(group.trajectories) != self._num_generations:
-                raise CheckpointError(
-                    f"saved group of ordinal {group.ordinal} has {len(group.trajectories)} trajectories, "
-                    f"expected {self._num_generations}"
-                )

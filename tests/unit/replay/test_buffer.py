@@ -81,7 +81,7 @@ def test_take_returns_only_groups_of_its_own_target() -> None:
     fill(buffer)
     assert ordinals(buffer.take(0)) == [0, 1]
     assert buffer.lowest_unfinished == 1
-    assert [buffer.ready_count(target) for target in (0, 1, 2)] == [0, 2, 2]
+    assert buffer.status().ready == {1: 2, 2: 2}
 
 
 def test_an_incomplete_target_gives_nothing_and_changes_nothing() -> None:
@@ -91,9 +91,8 @@ def test_an_incomplete_target_gives_nothing_and_changes_nothing() -> None:
     first, second = buffer.reserve(2)
     buffer.commit(group_for(first))
     assert buffer.take(0) is None
-    assert (len(buffer), buffer.lowest_unfinished, buffer.is_ready(0)) == (1, 0, False)
+    assert (len(buffer), buffer.lowest_unfinished) == (1, 0)
     buffer.commit(group_for(second))
-    assert buffer.is_ready(0)
     assert ordinals(buffer.take(0)) == [0, 1]
     assert buffer.lowest_unfinished == 1
 
@@ -365,7 +364,8 @@ def test_nothing_is_stale_in_normal_operation() -> None:
     buffer = new_buffer(age=1)
     buffer.open(0, 1)
     fill(buffer)
-    assert buffer.evict_stale() == 0
+    counters = buffer.status().counters
+    assert (counters.stale_commits, counters.evicted) == (0, 0)
 
 
 def test_the_window_never_moves_back() -> None:

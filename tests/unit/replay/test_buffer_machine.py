@@ -94,7 +94,7 @@ class BufferMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self._is_over())
     @rule()
     def take(self) -> None:
-        ready = self.buffer.is_ready(self.step)
+        ready = self.buffer.status().ready.get(self.step) == self.prompts
         groups = self.buffer.take(self.step)
         assert (groups is not None) == ready
         if groups is None:
@@ -141,7 +141,9 @@ class BufferMachine(RuleBasedStateMachine):
         self.dropped = set(state.ledger.dropped)
         self.flying.clear()
         self.commits = [group.ordinal for group in self.buffer.groups()]
-        assert self.buffer.evict_stale() == 0
+        for group in self.buffer.groups():
+            age = self.schedule.age(generation_version=group.min_version, target_step=group.target_step)
+            assert 0 <= age <= self.schedule.max_trajectory_age_steps
         self._open()
         self.saved = (to_json(self.buffer.state()), self.step, len(self.trained))
 

@@ -63,7 +63,7 @@ def test_past_targets_go_and_incomplete_ones_are_kept_to_be_filled() -> None:
     assert targets(buffer) == [2, 2, 3]
     assert buffer.lowest_unfinished == 2
     assert (report.kept, report.past) == (3, 1)
-    assert buffer.is_ready(2)
+    assert buffer.status().ready[2] == 2
     # The prompt of the past group comes first, and only the missing slot of target 3 is offered.
     assert slots_offered(buffer, 2, 3) == [(0, 3)]
 
@@ -82,7 +82,7 @@ def test_age_is_filtered_before_completeness() -> None:
     report = buffer.restore(saved((0, 5), (1, 5), (4, 5), lowest_unfinished=5), resume_step=5)
     assert [group.min_version for group in buffer.groups()] == [4]
     assert report.stale == 2
-    assert not buffer.is_ready(5)
+    assert buffer.status().ready[5] == 1
     assert slots_offered(buffer, 5, 5) == [(0, 5)]
 
 
