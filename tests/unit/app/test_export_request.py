@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from megatron_ppo.app.export import ExportRequest, export_request, parse_size
-from megatron_ppo.config.compose import compose_values
+from megatron_ppo.config import compose
 from megatron_ppo.mcore.hf_export import appearing_folder, exported_config, plan_files
 from megatron_ppo.protocol.errors import ConfigError
 from megatron_ppo.protocol.weights import TensorMeta
@@ -39,7 +39,7 @@ def run(tmp_path: Path) -> Path:
     for step in (9, 10):
         (path / "checkpoints" / f"step_{step}" / "models").mkdir(parents=True)
     (path / "checkpoints" / "tmp_step_11" / "models").mkdir(parents=True)
-    values = compose_values(["+experiment=cpu_smoke"])
+    values = compose.compose_values(["+experiment=cpu_smoke"])
     values["policy"]["model"] = {"path": str(tmp_path / "initial"), "recipe": None}
     (path / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(values))))
     manifest = {"run_id": "x", "name": "x", "config_digest": "x", "state": "running"}

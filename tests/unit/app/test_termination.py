@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from megatron_ppo.app.termination import LEAVE_AFTER_S, is_own_cause, lost_a_peer
+from megatron_ppo.app.termination import is_own_cause, lost_a_peer
 from megatron_ppo.protocol.errors import CheckpointError, NonFiniteError, PartDiedError
 
 PREAMBLE = """
@@ -44,6 +44,8 @@ def test_a_main_thread_that_cannot_be_interrupted_is_abandoned() -> None:
     started = time.monotonic()
     result = run("""
         import ctypes
+        from megatron_ppo.app import termination
+        termination.LEAVE_AFTER_S = 1.0  # of a run: several seconds, which a test need not wait for
         with terminate_as_exit(abandon):
             threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
             # A C call that goes on after a signal, as a collective does; it gives up the interpreter lock.
@@ -54,7 +56,8 @@ def test_a_main_thread_that_cannot_be_interrupted_is_abandoned() -> None:
     """)
     assert result.returncode == 3, result.stderr
     assert result.stdout.startswith("abandoned: SIGTERM arrived"), result.stdout
-    assert time.monotonic() - started > LEAVE_AFTER_S
+    assert "within 1 s" in result.stdout, result.stdout
+    assert time.monotonic() - started > 1.0
 
 
 def test_afterwards_signals_do_what_they_did_before() -> None:

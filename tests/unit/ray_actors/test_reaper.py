@@ -24,6 +24,13 @@ PARENT = (
     "time.sleep(600)\n"
 )
 SLEEPER = "import time; time.sleep(600)"
+# Alone and without site packages, as the cluster starts it, but with less patience for what does not end by itself.
+REAPER = (
+    "import runpy, sys\n"
+    "main = runpy.run_path(sys.argv[1])['main']\n"
+    "main.__globals__['GRACE_S'] = 0.5\n"
+    "main(sys.argv[2], int(sys.argv[3]))\n"
+)
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -91,7 +98,7 @@ def test_descendants_that_name_the_cluster_are_ended_when_the_driver_is_gone(
     other = start("-c", PARENT, "unrelated")
     others_child = child_of(other)
 
-    watcher = start("-I", reaper.__file__, str(cluster_dir), str(os.getpid()))
+    watcher = start("-I", "-c", REAPER, reaper.__file__, str(cluster_dir), str(os.getpid()))
     time.sleep(0.5)
     assert is_alive(raylet.pid) and watcher.poll() is None, "nothing ends while the driver lives"
     assert watcher.stdin is not None
