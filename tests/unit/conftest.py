@@ -47,8 +47,7 @@ def _no_heavy_imports(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _compose_once() -> Iterator[None]:
-    """A composition takes a quarter of a second; the same words compose to the same values, but for a test's own folder.
-    """
+    """A composition takes a quarter of a second; without a folder of the test's own, the same words give the same."""
     compose_values = compose.compose_values
     composed = cache(lambda *words: compose_values(words))
 

@@ -110,7 +110,12 @@ def test_a_frozen_and_a_trained_step_load_and_offload_in_the_documented_order(tm
 
 
 @settings(max_examples=60, deadline=None)
-@given(schedule=schedules(max_steps=8, max_start=4), epochs=st.integers(1, 3), period=st.integers(0, 3), asynchronous=st.booleans())
+@given(
+    schedule=schedules(max_steps=8, max_start=4),
+    epochs=st.integers(1, 3),
+    period=st.integers(0, 3),
+    asynchronous=st.booleans(),
+)
 def test_no_schedule_ever_holds_two_models_or_leaves_one_behind(
     schedule: AsyncSchedule, epochs: int, period: int, asynchronous: bool
 ) -> None:
