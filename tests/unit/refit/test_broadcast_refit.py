@@ -256,7 +256,7 @@ def test_no_engine_goes_on_while_another_could_not_switch():
 def test_an_engine_that_joins_late_fails_the_refit_in_time_on_every_rank_and_is_in_the_next():
     fleet = Fleet()
     fleet.second_may_join.clear()
-    ranks = Ranks(fleet, timeout_s=3.0)
+    ranks = Ranks(fleet, timeout_s=2.0)
     started = time.monotonic()
     for future in ranks.push(1):
         with pytest.raises(RefitError, match=r"while joining the refit group: .*missing engine 1"):

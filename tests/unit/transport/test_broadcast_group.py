@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -74,17 +75,29 @@ def test_another_digest_is_an_error_on_both_sides_before_any_byte_moves():
 
 
 def test_a_receiver_that_never_answers_is_a_timeout_that_says_what_was_waited_for():
-    futures = _group_of(
-        1, lambda group: group.offer_manifest("mine"), lambda group: time.sleep(1), timeout_s=0.5
-    )
+    over = threading.Event()
+
+    def offer(group: BroadcastGroup) -> None:
+        try:
+            group.offer_manifest("mine")
+        finally:
+            over.set()
+
+    futures = _group_of(1, offer, lambda group: over.wait(20), timeout_s=0.5)
     assert isinstance(futures[0].exception(), WaitTimeoutError)
     assert "all receivers to accept the manifest" in str(futures[0].exception())
 
 
 def test_a_sender_that_never_sends_is_an_error_on_the_receiver():
-    futures = _group_of(
-        1, lambda group: time.sleep(1.5), lambda g: g.broadcast(torch.empty(8)), timeout_s=0.5
-    )
+    over = threading.Event()
+
+    def receive(group: BroadcastGroup) -> None:
+        try:
+            group.broadcast(torch.empty(8))
+        finally:
+            over.set()
+
+    futures = _group_of(1, lambda group: over.wait(20), receive, timeout_s=0.5)
     assert isinstance(futures[1].exception(), RefitError | WaitTimeoutError)
 
 
