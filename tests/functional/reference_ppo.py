@@ -92,15 +92,15 @@ def read_trajectories(path: Path) -> dict[int, list[Record]]:
 
 def run_reference(
     model_folder: Path, trajectories: dict[int, list[Record]], hyper: Hyper
-) -> tuple[list[dict], torch.nn.Module]:
-    """Per-step metrics, and the policy after the last step."""
+) -> tuple[list[dict], list[torch.nn.Module]]:
+    """Per step, its metrics and the policy after it."""
     torch.set_num_threads(1)
     policy = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).train()
     critic = Critic(policy)
     options = {"betas": hyper.betas, "eps": hyper.eps, "weight_decay": 0.0}
     policy_optimizer = torch.optim.AdamW(policy.parameters(), lr=hyper.policy_lr, **options)
     critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=hyper.critic_lr, **options)
-    history = []
+    history, policies = [], []
     for step in sorted(trajectories):
         records = trajectories[step]
         with torch.no_grad():
@@ -138,7 +138,8 @@ def run_reference(
                 norms.append(_step(policy, policy_optimizer, loss, hyper.grad_clip))
             row |= {"loss": _mean(losses), "grad_norm": _mean(norms)}
         history.append(row)
-    return history, policy
+        policies.append(copy.deepcopy(policy).eval())
+    return history, policies
 
 
 def _policy_loss(policy, record, old, advantage, hyper) -> torch.Tensor:
