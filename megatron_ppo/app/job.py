@@ -74,6 +74,7 @@ def run_job(config: RunConfig, derived: Derived, *, alter: Callable[[Parts], Par
                 heartbeat = Heartbeat(
                     directory.heartbeat_path(f"trainer_rank_{runtime.rank}"), describe=stages.describe
                 )
+                stages.on_change = heartbeat.wake
                 job = _Job(config, derived, runtime, rank_zero, control, directory, run, terminal, stages)
                 with heartbeat.in_thread(), terminate_as_exit(job.abandon):
                     return job.run(alter)

@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from megatron_ppo.protocol.errors import ConfigError
-from megatron_ppo.telemetry.heartbeat import SILENT_AFTER_S, Heartbeat, StageClock, clear_beats, read_beats
+from megatron_ppo.telemetry.heartbeat import (
+    PERIOD_S,
+    SILENT_AFTER_S,
+    Heartbeat,
+    StageClock,
+    clear_beats,
+    read_beats,
+)
 from megatron_ppo.telemetry.metrics import BETWEEN_STAGES, NullTelemetry, Telemetry
 from megatron_ppo.telemetry.run_dir import OpenRun, RunDirectory, lock_owner, open_run
 from megatron_ppo.telemetry.run_status import Life, format_status, read_status
@@ -215,3 +222,17 @@ def test_the_beats_of_an_earlier_start_are_forgotten(tmp_path: Path) -> None:
     clear_beats(tmp_path)
     assert read_beats(tmp_path) == []
     clear_beats(tmp_path / "nowhere")
+
+
+def test_a_change_of_stage_is_on_disk_long_before_the_next_regular_beat(tmp_path: Path) -> None:
+    path, stages = tmp_path / "beats" / "trainer_rank_0.json", StageClock()
+    heartbeat = Heartbeat(path, describe=stages.describe)
+    stages.on_change = heartbeat.wake
+    with heartbeat.in_thread():
+        for step in range(20):
+            entered = time.monotonic()
+            stages.enter("weight_sync", step)
+            while not path.exists() or json.loads(path.read_text())["detail"]["step"] != step:
+                assert time.monotonic() < entered + LIMIT_S, "the change was never written"
+                time.sleep(0.001)
+        assert time.monotonic() - entered < PERIOD_S / 2  # the last one; a lost wake-up would take a period
