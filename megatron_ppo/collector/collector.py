@@ -34,8 +34,9 @@ class Collector:
     Args:
         max_concurrent_groups: rollouts at the same time; enough to keep every engine slot busy.
         max_generation_failures: a group that used up its retries of generation or scoring is released, generated
-            again and counted. The run ends when more than this many fail in a row; a prompt that fails more
-            often than that while others succeed is dropped.
+            again and counted. The run ends when more than this many fail in a row, which a restart begins to
+            count anew; a prompt that fails more often than that while others succeed is dropped. The buffer
+            counts that, so that neither a restart of this process nor a resume begins anew.
         reserve_timeout_s: how long one request for slots may wait; `stop` and `pause` take effect within it.
         For the others see `GroupRollout`.
     """
@@ -85,7 +86,6 @@ class Collector:
         self._finished = False
         self._started = False
         self._failure: PartDiedError | None = None
-        self._failures_of: dict[int, int] = {}
 
     async def run(self) -> None:
         """Collect until `stop`. Awaited once.
@@ -170,7 +170,7 @@ class Collector:
 
     async def _collect(self, reservation: Reservation) -> None:
         """One rollout; never raises. What ends the run is kept in `_failure`."""
-        committed, drop = False, False
+        committed, failed, drop = False, False, False
         reason = "the collector stopped"
         try:
             group = await self._rollout.roll_out(reservation)
@@ -178,29 +178,28 @@ class Collector:
             committed = True
             tokens = sum(len(trajectory.completion.token_ids) for trajectory in group.trajectories)
             self._recorder.succeeded(trajectories=len(group.trajectories), response_tokens=tokens)
-            self._failures_of.pop(reservation.ordinal, None)
         except asyncio.CancelledError:
             logger.info("ordinal %d: rollout cancelled", reservation.ordinal)
         except (GenerationError, ScoringError) as error:
             what = "generation" if isinstance(error, GenerationError) else "scoring"
             reason = f"{what} failed: {error}"
-            drop = self._count_failure(reservation, error)
+            failed, drop = not self._stopping, self._count_failure(reservation, error)
         except Exception as error:  # the border of the process: what ends the run is raised by `run`
             reason = f"{type(error).__name__}: {error}"
             self._record_fatal(reservation, error)
         finally:
             if not committed:
-                await self._give_back(reservation, reason, drop=drop)
+                await self._give_back(reservation, reason, failed=failed, drop=drop)
             self._tasks.discard(asyncio.current_task())
             await self._notify()
 
-    async def _give_back(self, reservation: Reservation, reason: str, *, drop: bool) -> None:
+    async def _give_back(self, reservation: Reservation, reason: str, *, failed: bool, drop: bool) -> None:
         try:
             if drop:
                 await self._replay.drop(reservation, reason=reason)
                 self._recorder.add(dropped=1)
             else:
-                await self._replay.release(reservation, reason=reason)
+                await self._replay.release(reservation, reason=reason, failed=failed)
         except Exception as error:  # the buffer is gone; the rollout must still end, and `run` raises
             self._record_fatal(reservation, error)
 
@@ -209,18 +208,14 @@ class Collector:
         if self._stopping:
             return False
         in_a_row = self._recorder.failed()
-        of_this_prompt = self._failures_of.get(reservation.ordinal, 0) + 1
-        self._failures_of[reservation.ordinal] = of_this_prompt
+        of_this_prompt = reservation.failures + 1
         logger.warning(
             "ordinal %d failed for step %d: %s", reservation.ordinal, reservation.target_step, error
         )
         if in_a_row > self._max_generation_failures:
             self._record_fatal(reservation, error, f"{in_a_row} in a row, {of_this_prompt} of this prompt")
             return False
-        if of_this_prompt > self._max_generation_failures:
-            del self._failures_of[reservation.ordinal]
-            return True
-        return False
+        return of_this_prompt > self._max_generation_failures
 
     def _record_fatal(self, reservation: Reservation, error: Exception, count: str | None = None) -> None:
         limit = f" ({count}; max_generation_failures={self._max_generation_failures})" if count else ""

@@ -70,8 +70,12 @@ class Replay(Protocol):
         """Report that a reservation's responses were generated, or scored. Harmless when it is no longer held."""
         ...
 
-    async def release(self, reservation: Reservation, *, reason: str) -> None:
-        """Give a slot back; its ordinal becomes pending again. Harmless when repeated."""
+    async def release(self, reservation: Reservation, *, reason: str, failed: bool = False) -> None:
+        """Give a slot back; its ordinal becomes pending again. Harmless when repeated.
+
+        Args:
+            failed: the prompt's group failed; the next reservation of the prompt counts it in `failures`.
+        """
         ...
 
     async def drop(self, reservation: Reservation, *, reason: str) -> None:

@@ -136,11 +136,13 @@ class Reservation:
 
     Attributes:
         opened_at_step: learner step that was announced with the window open at reservation time.
+        failures: groups of this prompt that failed so far, earlier attempts at the run included.
     """
 
     ordinal: int
     target_step: int
     opened_at_step: int
+    failures: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

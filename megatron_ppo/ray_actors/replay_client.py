@@ -44,10 +44,10 @@ class RayReplayClient:
             self._actor.note.remote(reservation, stage), what=f"the note of ordinal {reservation.ordinal}"
         )
 
-    async def release(self, reservation: Reservation, *, reason: str) -> None:
+    async def release(self, reservation: Reservation, *, reason: str, failed: bool = False) -> None:
         """See `Replay.release`."""
         await _answer(
-            self._actor.release.remote(reservation, reason=reason),
+            self._actor.release.remote(reservation, reason=reason, failed=failed),
             what=f"the release of ordinal {reservation.ordinal}",
         )
 

@@ -71,6 +71,7 @@ class PromptGroupBuffer:
         self._reservations: dict[int, Reservation] = {}
         self._groups: dict[int, PromptGroup] = {}
         self._release_reasons: dict[int, str] = {}
+        self._failures: dict[int, int] = {}
         self._counters = Counters()
         self._journal = journal
 
@@ -134,7 +135,12 @@ class PromptGroupBuffer:
             ordinal = self._ledger.reserve_next()
             self._targets.reserve(target, ordinal)
             self._release_reasons.pop(ordinal, None)
-            reservation = Reservation(ordinal=ordinal, target_step=target, opened_at_step=self._window.step)
+            reservation = Reservation(
+                ordinal=ordinal,
+                target_step=target,
+                opened_at_step=self._window.step,
+                failures=self._failures.get(ordinal, 0),
+            )
             self._reservations[ordinal] = reservation
             reservations.append(reservation)
             self._record(ordinal, Stage.DISPATCHED, target_step=target)
@@ -164,6 +170,7 @@ class PromptGroupBuffer:
         self._targets.make_ready(group.target_step, group.ordinal)
         self._ledger.make_ready(group.ordinal)
         del self._reservations[group.ordinal]
+        self._failures.pop(group.ordinal, None)
         self._groups[group.ordinal] = group
         self._counters.committed += 1
         self._record_group(group, Stage.COMMITTED)
@@ -175,11 +182,17 @@ class PromptGroupBuffer:
         self._record(reservation.ordinal, stage, target_step=reservation.target_step)
         return True
 
-    def release(self, reservation: Reservation, *, reason: str) -> bool:
-        """Give a slot back; its ordinal becomes pending. Returns whether the reservation was still held."""
+    def release(self, reservation: Reservation, *, reason: str, failed: bool = False) -> bool:
+        """Give a slot back; its ordinal becomes pending. Returns whether the reservation was still held.
+
+        Args:
+            failed: count a failure of the prompt, until a group of it is committed.
+        """
         if self._reservations.get(reservation.ordinal) != reservation:
             return False
         self._counters.released += 1
+        if failed:
+            self._failures[reservation.ordinal] = self._failures.get(reservation.ordinal, 0) + 1
         self._release(reservation.target_step, reservation.ordinal, reason)
         return True
 
@@ -188,6 +201,7 @@ class PromptGroupBuffer:
         if not self.release(reservation, reason=reason):
             return False
         self._ledger.drop(reservation.ordinal, reason=reason)
+        self._failures.pop(reservation.ordinal, None)
         self._release_reasons.pop(reservation.ordinal, None)
         self._record(reservation.ordinal, Stage.DROPPED, target_step=reservation.target_step, reason=reason)
         return True
@@ -225,6 +239,7 @@ class PromptGroupBuffer:
             lowest_unfinished=self.lowest_unfinished,
             ledger=self._ledger.state(),
             groups=tuple(self._groups.values()),
+            failures=dict(self._failures),
         )
 
     def restore(self, state: BufferState, *, resume_step: int) -> RestoreReport:
@@ -246,6 +261,7 @@ class PromptGroupBuffer:
             num_generations=self._num_generations,
         )
         self._ledger = Ledger(state.ledger)
+        self._failures = {q: count for q, count in state.failures.items() if self._ledger.is_open(q)}
         self._targets = TargetTable(slots_per_target=self._num_prompts, lowest_unfinished=resume_step)
         report = RestoreReport(resume_step=resume_step, num_pending_before=self._ledger.counts().pending)
         frontier = self._schedule.frontier(resume_step)

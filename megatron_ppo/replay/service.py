@@ -68,10 +68,10 @@ class ReplayService:
         """See `Replay.note`."""
         self._buffer.note(reservation, stage)
 
-    async def release(self, reservation: Reservation, *, reason: str) -> None:
+    async def release(self, reservation: Reservation, *, reason: str, failed: bool = False) -> None:
         """See `Replay.release`."""
         async with self._changed:
-            if self._buffer.release(reservation, reason=reason):
+            if self._buffer.release(reservation, reason=reason, failed=failed):
                 logger.info(
                     "ordinal %d of step %d released: %s", reservation.ordinal, reservation.target_step, reason
                 )

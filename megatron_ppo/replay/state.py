@@ -35,6 +35,7 @@ class BufferState:
     Attributes:
         lowest_unfinished: the learner's next step when the snapshot was taken.
         groups: finished groups that were not trained on, oldest commit first.
+        failures: how many groups of an open prompt have failed, per ordinal; those without are left out.
     """
 
     num_prompts_per_step: int
@@ -42,6 +43,7 @@ class BufferState:
     lowest_unfinished: int
     ledger: LedgerState
     groups: tuple[PromptGroup, ...] = field(default=())
+    failures: dict[int, int] = field(default_factory=dict)
 
 
 def to_json(state: BufferState) -> str:
@@ -56,6 +58,7 @@ def to_json(state: BufferState) -> str:
             "cut": state.ledger.cut,
             "trained": list(state.ledger.trained),
             "dropped": {str(q): reason for q, reason in state.ledger.dropped.items()},
+            "failures": {str(q): count for q, count in state.failures.items()},
             "groups": [_group_to_json(group) for group in state.groups],
         },
         allow_nan=False,
@@ -85,6 +88,8 @@ def from_json(text: str) -> BufferState:
                 dropped={int(q): str(reason) for q, reason in data["dropped"].items()},
             ),
             groups=tuple(_group_from_json(group) for group in data["groups"]),
+            # Older snapshots have none.
+            failures={int(q): int(count) for q, count in data.get("failures", {}).items()},
         )
     except KeyError as error:
         raise CheckpointError(f"replay snapshot: key {error} is missing") from error

@@ -318,6 +318,39 @@ def test_one_prompt_that_always_fails_is_dropped_while_others_succeed() -> None:
     asyncio.run(scenario())
 
 
+def test_failures_of_a_prompt_are_counted_over_a_resume() -> None:
+    """A run that is restarted more often than the limit would otherwise try a hopeless prompt for ever."""
+
+    class FailsLate(FakeEngine):
+        async def generate(self, *args: Sequence[int], **kwargs: object) -> list[Completion]:
+            if tuple(args[0]) in self.failing:
+                succeeded = len(self.requests)
+                await until(lambda: len(self.requests) > succeeded, "another prompt succeeds meanwhile")
+                raise GenerationError("never works")
+            return await super().generate(*args, **kwargs)  # type: ignore[arg-type]
+
+    def life() -> Run:
+        run = Run(age=6, engine=FailsLate(), max_generation_failures=2, max_concurrent_groups=3)
+        run.engine.failing.add(tuple(prompt_ids(1)))
+        return run
+
+    async def scenario() -> None:
+        first = life()
+        async with collecting(first):
+            await first.open(0)
+            await until(lambda: first.collector.stats().failures == 1, "it failed once")
+        snapshot = await first.replay.snapshot()
+        second = life()
+        await second.replay.restore(snapshot, resume_step=0)
+        async with collecting(second):
+            groups = await second.train(3)
+        assert 1 not in {group.ordinal for group in groups}
+        failures = first.collector.stats().failures + second.collector.stats().failures
+        assert failures == 3 and second.collector.stats().dropped == 1
+
+    asyncio.run(scenario())
+
+
 def test_a_dead_engine_is_fatal_whatever_the_limit() -> None:
     """#3488."""
 

@@ -241,8 +241,34 @@ def test_snapshot_round_trip_is_exact(data: st.DataObject) -> None:
         lowest_unfinished=0,
         ledger=LedgerState(next_ordinal=9, cut=0, trained=(4, 6), dropped={5: "filtered"}),
         groups=groups,
+        failures={3: 2},
     )
     assert from_json(to_json(state)) == state
+
+
+def test_failures_of_a_prompt_are_kept_until_a_group_of_it_succeeds() -> None:
+    first = new_buffer()
+    first.open(0, 0)
+    slots = first.reserve(2)
+    assert first.release(slots[0], reason="deadline", failed=True)
+    assert first.release(slots[1], reason="the collector stopped")
+    second = new_buffer()
+    second.restore(from_json(to_json(first.state())), resume_step=0)
+    second.open(0, 0)
+    again = second.reserve(2)
+    assert [slot.failures for slot in again] == [1, 0]
+    assert again == slots  # the count is no part of what a reservation is
+    second.release(again[0], reason="deadline", failed=True)
+    (third,) = second.reserve(1)
+    assert (third.ordinal, third.failures) == (0, 2)
+    second.commit(make_group(ordinal=0, target_step=0, opened_at_step=0, versions=[0]))
+    assert second.state().failures == {}
+
+
+def test_a_snapshot_from_before_failures_were_saved_is_read() -> None:
+    data = json.loads(to_json(saved((4, 5), lowest_unfinished=5)))
+    del data["failures"]
+    assert from_json(json.dumps(data)).failures == {}
 
 
 def test_taking_works_after_a_round_trip() -> None:
