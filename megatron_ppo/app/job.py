@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ppo.app.actors import RunActors, run_actors
+from megatron_ppo.app.identity import run_identity
 from megatron_ppo.app.kernels import choose_kernels
 from megatron_ppo.app.limits import control_timeout_s
 from megatron_ppo.app.loopback import keep_to_loopback
@@ -30,6 +31,7 @@ from megatron_ppo.config.schema import RunConfig
 from megatron_ppo.data.task import TaskSpec
 from megatron_ppo.data.tasks import build_task, takes_option
 from megatron_ppo.loop.async_ppo import LoopSettings, Parts, train
+from megatron_ppo.loop.identity import Trait
 from megatron_ppo.loop.ports import Checkpoints
 from megatron_ppo.mcore.parallel import DistributedRuntime, distributed_runtime
 from megatron_ppo.protocol.errors import MegatronPPOError
@@ -219,6 +221,7 @@ class _Job:
                 terminal=self.terminal,
                 task=task,
                 actors=actors,
+                identity=self._identity(task, policy_folder, critic_folder),
                 stack=stack,
                 stages=self.stages,
             )
@@ -243,6 +246,14 @@ class _Job:
             return policy, critic
 
         return self.rank_zero.run("the preparation of the initial model", prepare_both)
+
+    def _identity(self, task: TaskSpec, policy_folder: Path, critic_folder: Path) -> dict[str, Trait]:
+        def compute() -> dict[str, Trait]:
+            return run_identity(
+                self.config, self.derived, task=task, policy_folder=policy_folder, critic_folder=critic_folder
+            )
+
+        return self.rank_zero.run("the look at data and models", compute)
 
     def _task_kwargs(self, policy_folder: Path) -> dict[str, Any]:
         kwargs = self.config.data.kwargs()

@@ -7,7 +7,7 @@ through `RankZero` or not at all.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -16,13 +16,14 @@ import torch.distributed as dist
 
 from megatron_ppo.app.actors import RunActors, validation_sampling
 from megatron_ppo.app.limits import GENERATION_TIMEOUT_S
-from megatron_ppo.config.derived import Derived, ModelFacts
+from megatron_ppo.config.derived import Derived
 from megatron_ppo.config.schema import RunConfig
 from megatron_ppo.config.targets import build, resolve
 from megatron_ppo.data.task import TaskSpec
 from megatron_ppo.loop.async_ppo import LoopSettings, Parts
 from megatron_ppo.loop.checkpoint_folder import Retention
 from megatron_ppo.loop.checkpoints import RunCheckpoints
+from megatron_ppo.loop.identity import Trait
 from megatron_ppo.loop.ports import GroupSource, Refit
 from megatron_ppo.loop.probe import ProbedRefit
 from megatron_ppo.loop.recorded import RecordedGroups
@@ -64,6 +65,7 @@ class PartsBuilder:
     Attributes:
         control: gloo group of all ranks.   resumed: the run goes on from an earlier one.
         terminal: where rank 0 shows progress.   actors: on rank 0 only.
+        identity: what a checkpoint is compared by.
         stack: closes what the parts open.   stages: told what this rank is doing.
     """
 
@@ -77,6 +79,7 @@ class PartsBuilder:
     terminal: TextIO
     task: TaskSpec
     actors: RunActors | None
+    identity: Mapping[str, Trait]
     stack: contextlib.ExitStack
     stages: StageClock
 
@@ -239,16 +242,6 @@ class PartsBuilder:
         self.stack.callback(telemetry.close)
         return telemetry
 
-    def _identity(self) -> dict[str, str]:
-        """What a checkpoint must agree on with the run that continues from it."""
-        config = self.config
-        return {
-            "run.seed": str(config.run.seed),
-            "data": str(sorted(config.data.model_dump().items())),
-            "policy.model": _named(self.derived.policy_model),
-            "critic.model": _named(self.derived.critic_model),
-        }
-
     def _checkpoints(self, models: Models, *, notify: Callable[[str], None]) -> RunCheckpoints:
         config = self.config
         checkpoint = config.checkpoint
@@ -265,7 +258,7 @@ class PartsBuilder:
             asynchronous=checkpoint.async_save,
             on_error=checkpoint.on_save_error,
             notify=notify,
-            identity=self._identity(),
+            identity=self.identity,
             load_replay_buffer=checkpoint.load_replay_buffer,
             models=models.store(),
             replay=self.actors.snapshots() if self.actors else None,
@@ -276,8 +269,3 @@ class PartsBuilder:
     def _statistics(self) -> dict[str, float]:
         assert self.actors is not None, "only rank 0 has actors"
         return self.actors.statistics()
-
-
-def _named(facts: ModelFacts) -> str:
-    # The family: a reward model's folder holds the same backbone as the language model's.
-    return f"{facts.architecture.split('For')[0]}/{facts.num_layers}x{facts.hidden_size}/{facts.vocab_size}"

@@ -7,9 +7,11 @@ Imports no torch and no transformers: the collector's process stays small.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from megatron_ppo.protocol.errors import ConfigError
@@ -113,3 +115,15 @@ class TaskSpec:
     def validation_prompts(self, *, limit: int | None = None) -> list[Prompt]:
         """The first `limit` validation prompts (all by default); their ordinals count from 0."""
         return [e.prompt(index) for index, e in enumerate(self.validation[:limit])]
+
+
+def digest_examples(examples: Iterable[TaskExample]) -> str:
+    """16 hex digits that change with any token, answer or place of an example.
+
+    Hence with the data, with the template that makes prompts of it, and with the tokenizer.
+    """
+    digest = hashlib.sha256()
+    for example in examples:
+        facts = [list(example.token_ids), example.text, example.answer, example.metadata]
+        digest.update(json.dumps(facts, sort_keys=True).encode() + b"\n")
+    return digest.hexdigest()[:16]

@@ -15,10 +15,11 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ppo.loop.identity import Trait, differences
 from megatron_ppo.protocol.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -54,10 +55,12 @@ class Choice:
     Attributes:
         newest: name of the newest complete checkpoint, if there is one.
         torn: what is wrong with each newer one, newest first.
+        told: in what the run differs from it without harm.
     """
 
     newest: str | None
     torn: tuple[str, ...]
+    told: tuple[str, ...] = ()
 
 
 class CheckpointFolder:
@@ -115,10 +118,10 @@ class CheckpointFolder:
             for folder in self.path.glob(pattern):
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def choose(self, identity: dict[str, str]) -> Choice:
-        """The checkpoint to continue from, whose identity must be the run's.
+    def choose(self, identity: Mapping[str, Trait]) -> Choice:
+        """The checkpoint to continue from, which must fit the run.
 
-        Raises: CheckpointError if it is of another run or format.
+        Raises: CheckpointError if it is of another format, or of a run that this one cannot continue.
         """
         torn: list[str] = []
         for folder in reversed(self.saved()):
@@ -127,8 +130,9 @@ class CheckpointFolder:
             except (OSError, ValueError) as error:
                 torn.append(f"{folder}: {error}")
                 continue
-            _check_identity(folder, info, identity)
-            return Choice(newest=folder.name, torn=tuple(torn))
+            _check_format(folder, info)
+            told = differences(folder, info.get("identity"), identity)
+            return Choice(newest=folder.name, torn=tuple(torn), told=tuple(told))
         return Choice(newest=None, torn=tuple(torn))
 
     def _point_latest_at(self, name: str) -> None:
@@ -216,15 +220,6 @@ def flush_tree(folder: Path) -> None:
         for name in files:
             _flush(Path(root) / name)
         _flush(Path(root))
-
-
-def _check_identity(folder: Path, info: dict[str, object], identity: dict[str, str]) -> None:
-    _check_format(folder, info)
-    saved = info.get("identity")
-    for key, value in identity.items():
-        seen = saved.get(key) if isinstance(saved, dict) else None
-        if seen != value:
-            raise CheckpointError(f"{folder}: {key} was {seen} when it was saved, the run has {value}")
 
 
 def _check_format(folder: Path, info: dict[str, object]) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -28,6 +28,7 @@ from megatron_ppo.loop.checkpoint_folder import (
     Retention,
     read_complete,
 )
+from megatron_ppo.loop.identity import Trait
 from megatron_ppo.loop.ports import Metrics
 from megatron_ppo.loop.validation import OnRankZero
 from megatron_ppo.protocol.errors import CheckpointError
@@ -96,7 +97,7 @@ class RunCheckpoints:
         folder: `<run dir>/checkpoints`.   resume: whether to continue from its newest complete checkpoint.
         required: whether it is an error if there is none, because the run was named to be continued.
         retention: which ones stay, and by which metric they are ranked.
-        identity: what must be equal to continue (seed, model, task); compared on restore.
+        identity: what the run and its checkpoint have in common (seed, data, tokenizer, models); compared on restore.
         load_replay_buffer: False regenerates the whole window instead of restoring finished groups; so does a
             missing file of groups. The position in the prompt stream is restored in any case.
         asynchronous: write the models while training goes on.
@@ -111,7 +112,7 @@ class RunCheckpoints:
         folder: Path,
         resume: bool,
         retention: Retention,
-        identity: dict[str, str],
+        identity: Mapping[str, Trait],
         load_replay_buffer: bool,
         models: ModelStore,
         replay: ReplaySnapshots | None,
@@ -240,6 +241,9 @@ class RunCheckpoints:
         choice = self._files.choose(self._identity)
         for what in choice.torn:
             logger.warning("skipping torn checkpoint %s", what)
+        for what in choice.told:
+            logger.warning("%s", what)
+            self._notify(f"warning: {what}")
         if choice.newest is None and self._required:
             torn = f"; torn: {'; '.join(choice.torn)}" if choice.torn else ""
             raise CheckpointError(
@@ -259,12 +263,24 @@ class RunCheckpoints:
         self._replay.restore(snapshot, resume_step=step)
 
     def _snapshot_of(self, folder: Path) -> str:
-        path = folder / REPLAY_FILE
-        if self._load_replay_buffer and path.exists():
-            return path.read_text()
-        if self._load_replay_buffer:
+        path, info = folder / REPLAY_FILE, read_complete(folder)
+        saved, version = info["weight_version"], self._version_at(int(str(info["step"])))
+        if not self._load_replay_buffer:
+            pass
+        elif saved != version:
+            logger.warning(
+                "%s: its weights were version %s when it was saved and are version %d now, because "
+                "schedule.policy_training_start_step has changed; ages of its groups cannot be compared, they are "
+                "generated again",
+                path,
+                saved,
+                version,
+            )
+        elif not path.exists():
             logger.warning("%s is missing; the groups that it held are generated again", path)
-        return json.dumps(read_complete(folder)["prompts"])
+        else:
+            return path.read_text()
+        return json.dumps(info["prompts"])
 
     def _write_side_files(self, step: int, snapshot: str, metrics: Metrics) -> None:
         folder, metric = self._files.temporary(step), self._retention.metric
@@ -276,7 +292,7 @@ class RunCheckpoints:
             "format_version": FORMAT_VERSION,
             "step": step,
             "weight_version": self._version_at(step),
-            "identity": self._identity,
+            "identity": {name: trait.value for name, trait in self._identity.items()},
             "metric": metric,
             "metric_value": ranking,
             "prompts": json.loads(without_groups(snapshot)),

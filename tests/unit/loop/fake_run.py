@@ -19,6 +19,7 @@ from megatron_ppo.loop.advantage import GAE
 from megatron_ppo.loop.async_ppo import LoopSettings, Parts
 from megatron_ppo.loop.checkpoint_folder import Retention
 from megatron_ppo.loop.checkpoints import ModelStore, RunCheckpoints
+from megatron_ppo.loop.identity import Trait
 from megatron_ppo.loop.ports import Checkpoints
 from megatron_ppo.protocol.schedule import AsyncSchedule
 from megatron_ppo.protocol.trajectory import PromptGroup
@@ -243,7 +244,7 @@ def fake_run(
             folder=folder,
             resume=True,
             retention=Retention(keep=keep, keep_best=1, metric=None, higher_is_better=True),
-            identity={"run.seed": "42"},
+            identity={"run.seed": Trait(value="42", because="of the seeds")},
             load_replay_buffer=load_replay_buffer,
             models=wrap_store(FakeModelStore(policy=policy, critic=critic, boundaries=1)),
             asynchronous=asynchronous,

@@ -28,6 +28,7 @@ from megatron_ppo.loop.advantage import GAE
 from megatron_ppo.loop.async_ppo import Parts, train
 from megatron_ppo.loop.checkpoint_folder import CheckpointFolder, Retention, read_complete
 from megatron_ppo.loop.checkpoints import RunCheckpoints
+from megatron_ppo.loop.identity import Trait
 from megatron_ppo.loop.recorded import RecordedGroups
 from megatron_ppo.protocol.schedule import AsyncSchedule
 from megatron_ppo.protocol.trajectory import Completion, PromptGroup, SamplingSettings
@@ -372,7 +373,7 @@ def _parts(
         folder=folder / "checkpoints",
         resume=True,
         retention=Retention(keep=2, keep_best=1, metric=None, higher_is_better=True),
-        identity={"run.seed": "42"},
+        identity={"run.seed": Trait(value="42", because="of the seeds")},
         load_replay_buffer=plan.load_replay_buffer,
         models=mortal(FakeModelStore(policy=policy, critic=critic, boundaries=1), "models"),
         asynchronous=plan.asynchronous,

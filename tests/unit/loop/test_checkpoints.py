@@ -26,6 +26,7 @@ from megatron_ppo.loop.checkpoint_folder import (
     read_complete,
 )
 from megatron_ppo.loop.checkpoints import BackgroundSave, ModelStore, RunCheckpoints, without_groups
+from megatron_ppo.loop.identity import Trait
 from megatron_ppo.protocol.errors import CheckpointError
 from megatron_ppo.protocol.schedule import AsyncSchedule
 from megatron_ppo.replay.buffer import PromptGroupBuffer
@@ -99,6 +100,12 @@ class BufferSnapshots:
             self.buffer.restore(from_json(snapshot), resume_step=resume_step)
 
 
+def traits(values: dict[str, str], *, refused: bool = True) -> dict[str, Trait]:
+    return {
+        name: Trait(value=value, because=f"{name} matters", refused=refused) for name, value in values.items()
+    }
+
+
 def checkpoints(
     folder: Path,
     *,
@@ -111,7 +118,7 @@ def checkpoints(
     settings: dict[str, Any] = {
         "resume": True,
         "retention": Retention(**retention),  # type: ignore[arg-type]
-        "identity": {"run.seed": "42", "data": "sort3_5"},
+        "identity": traits({"run.seed": "42", "data": "sort3_5"}),
         "load_replay_buffer": True,
         "version_at": SCHEDULE.version_at,
         "on_rank_zero": on_rank_zero,
@@ -592,12 +599,14 @@ def test_a_checkpoint_is_found_by_its_run_its_folder_or_itself(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("identity", "message"),
     [
-        ({"run.seed": "43", "data": "sort3_5"}, "step_2: run.seed was 42 when it was saved, the run has 43"),
+        (
+            {"run.seed": "43", "data": "sort3_5"},
+            "step_2: run.seed was 42 when it was saved, the run has 43; run.seed matters",
+        ),
         (
             {"run.seed": "42", "data": "chain_sum"},
-            "data was sort3_5 when it was saved, the run has chain_sum",
+            "data was sort3_5 when it was saved, the run has chain_sum; data matters",
         ),
-        ({"policy.model": "GPT"}, "policy.model was None when it was saved, the run has GPT"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(
@@ -606,8 +615,19 @@ def test_a_checkpoint_of_another_run_is_refused(
     save(tmp_path, 2)
     models, replay = CountingModels(), BufferSnapshots()
     with pytest.raises(CheckpointError, match=message):
-        checkpoints(tmp_path, identity=identity, models=models, replay=replay).restore()
+        checkpoints(tmp_path, identity=traits(identity), models=models, replay=replay).restore()
     assert (models.step, replay.restored) == (0, [])
+
+
+def test_a_harmless_difference_and_one_that_was_not_recorded_are_told(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    told: list[str] = []
+    harmless = traits({"data": "other files", "tokenizer": "0a1b"}, refused=False)
+    assert checkpoints(tmp_path, identity=harmless, notify=told.append).restore() == 2
+    assert [line.partition("step_2: ")[2] for line in told] == [
+        "data was sort3_5 when it was saved, the run has other files; the run goes on, data matters",
+        "tokenizer was not recorded when it was saved, so it is not compared",
+    ]
 
 
 def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
@@ -673,7 +693,7 @@ def test_a_missing_ranking_metric_is_a_warning(tmp_path: Path, caplog: pytest.Lo
 # The replay buffer
 
 
-@pytest.mark.parametrize("why", ["file is missing", "not wanted"])
+@pytest.mark.parametrize("why", ["file is missing", "not wanted", "versions are counted differently"])
 def test_a_window_that_is_not_restored_is_generated_again_and_no_prompt_is_lost(
     tmp_path: Path, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -682,9 +702,11 @@ def test_a_window_that_is_not_restored_is_generated_again_and_no_prompt_is_lost(
     if why == "file is missing":
         (tmp_path / "step_3" / REPLAY_FILE).unlink()
     replay = BufferSnapshots()
+    changes = {"version_at": lambda step: step + 7} if why.startswith("versions") else {}
     with caplog.at_level(logging.WARNING, logger="megatron_ppo.loop"):
-        wanted = why == "file is missing"
-        assert checkpoints(tmp_path, replay=replay, load_replay_buffer=wanted).restore() == 3
+        wanted = why != "not wanted"
+        resumed = checkpoints(tmp_path, replay=replay, load_replay_buffer=wanted, **changes)
+        assert resumed.restore() == 3
     assert (REPLAY_FILE in caplog.text) is wanted
     assert len(replay.buffer) == 0
     assert replay.buffer.trained_ordinals() == tuple(range(6))
@@ -744,7 +766,7 @@ def test_other_ranks_load_what_rank_zero_chose_and_write_only_models(tmp_path: P
         folder=tmp_path,
         resume=True,
         retention=Retention(keep=1, keep_best=1, metric=None, higher_is_better=True),
-        identity={"run.seed": "another"},
+        identity=traits({"run.seed": "another"}),
         load_replay_buffer=True,
         models=models,
         replay=None,
