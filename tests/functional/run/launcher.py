@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -33,7 +33,9 @@ class Launched:
         base: run.dir; holds one folder per run.   seen: every process of the tree so far, with its start time.
     """
 
-    def __init__(self, base: Path, words: Sequence[str], *, nproc: int = 1) -> None:
+    def __init__(
+        self, base: Path, words: Sequence[str], *, nproc: int = 1, env: Mapping[str, str] | None = None
+    ) -> None:
         self.base = base
         base.parent.mkdir(parents=True, exist_ok=True)
         self.output_path = base.parent / f"{base.name}.{time.time_ns()}.out"
@@ -45,7 +47,7 @@ class Launched:
         with self.output_path.open("wb") as output:
             self.process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True,
+                env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}, start_new_session=True,
             )  # fmt: skip
         self.tree = psutil.Process(self.process.pid)
         self.seen: dict[int, psutil.Process] = {self.tree.pid: self.tree}

@@ -1,0 +1,356 @@
+"""Kills one real run again and again, each time at another point, resumes it with the same command, and lets it finish.
+
+A run that survives a kill goes on to the next one; a run that ends is started again. What the run was trained on in
+the end is compared with what a run without kills is trained on. Driven by `run_proof.py --only kills` and by one
+functional test.
+Invariant: a kill counts as proven only if the run that it struck came to its end and passed every check.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from kill_checks import after_a_death, at_the_end, left_over, newest_step, script_problems
+from kill_plan import ChainSettings, Kill, Victim, epoch_rows
+from kill_watch import Point, StageWatch, Trigger
+
+from tests.functional.run.launcher import Launched
+
+POLL_S = 0.002
+LOOK_EVERY_S = 1.0
+REACH_LIMIT_S = 300.0
+"""From the start of a life to its kill, on a machine that does other things as well."""
+END_LIMIT_S = 120.0
+"""From a kill to the end of the run, or to steps that show that it goes on."""
+FINISH_LIMIT_S = 400.0
+GONE_WITHIN_S = 30.0
+SURVIVED_AFTER_S = 15.0
+"""A run that has noticed nothing by then, and makes steps, has survived; supervision notices within seconds."""
+
+
+class ChainError(Exception):
+    """What must not happen, happened; the message says what."""
+
+
+@dataclass(kw_only=True)
+class Death:
+    """One kill as it was carried out.
+
+    Attributes:
+        row: completed steps once the struck step is done.   stage: as the trainer's heartbeat last had it.
+        outcome: ended or survived.   cause: the line in which the run says why it ended.
+        ended_after_s: from the kill to the end of torchrun, None if it survived.
+        left: what an interrupted save left behind.   resumed_from: completed steps of the next life's checkpoint.
+    """
+
+    kill: str
+    victim: str
+    when: str
+    row: int | None
+    stage: str
+    num_ranks: int
+    outcome: str = ""
+    cause: str = ""
+    exit_code: int | None = None
+    ended_after_s: float | None = None
+    left: list[str] = field(default_factory=list)
+    resumed_from: int | None = None
+
+
+@dataclass(kw_only=True)
+class ChainResult:
+    """A run with its kills. `problems` is empty when everything that was promised held.
+
+    Attributes:
+        blamed: the kill during which a problem came up; None when it came up at the end, and any may have caused it.
+    """
+
+    settings: ChainSettings
+    deaths: list[Death] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    lives: int = 0
+    wall_s: float = 0.0
+    run_dir: Path | None = None
+    blamed: str | None = None
+
+
+class Chain:
+    """One run through its kills.
+
+    Args:
+        base: `run.dir` of the run.   kills: in the order in which they are to happen.
+    """
+
+    def __init__(self, settings: ChainSettings, kills: Sequence[Kill], base: Path) -> None:
+        self._settings = settings
+        self._pending = list(kills)
+        self._base = base
+        # Everything that the run starts inherits it, so that what is left of it can be found; short, because Ray's
+        # sockets lie below it.
+        self._temp = Path(tempfile.mkdtemp(prefix="kp-"))
+        self._job: Launched | None = None
+        self._started = 0.0
+        self._ranks = 0
+        self.result = ChainResult(settings=settings)
+
+    def run(self) -> ChainResult:
+        """Kill until no kill is left, then let it finish and check it. Raises nothing but what ends this process."""
+        began = time.monotonic()
+        try:
+            while self._pending:
+                if self._job is None:
+                    self._start(self._pending[0].num_ranks)
+                self.result.blamed = self._pending[0].id
+                if not self._strike(self._pending[0]):
+                    break  # it came to its end before
+                self._pending.pop(0)
+            self.result.blamed = None
+            self._finish()
+        except (ChainError, AssertionError) as error:
+            self.result.problems.append(str(error))
+        finally:
+            self._kill_everything()
+            shutil.rmtree(self._temp, ignore_errors=True)
+        self.result.wall_s = time.monotonic() - began
+        return self.result
+
+    def _start(self, num_ranks: int) -> None:
+        self._started = time.time()
+        self._ranks = num_ranks
+        self._job = Launched(
+            self._base, self._settings.words, nproc=num_ranks, env={"TMPDIR": str(self._temp)}
+        )
+        self.result.lives += 1
+
+    def _strike(self, kill: Kill) -> bool:
+        """Wait for the kill's point and kill; False if the run finished before."""
+        if self._ranks < kill.num_ranks:
+            # It survived the kill before, with one rank: it has to come back with two.
+            self._end_on_purpose()
+            self._start(kill.num_ranks)
+        job = self._running()
+        point = self._wait_for(kill)
+        if point is None:
+            return False
+        death = Death(
+            kill=kill.id, victim=str(kill.victim), when=kill.when, row=point.row, stage=point.stage,
+            num_ranks=kill.num_ranks,
+        )  # fmt: skip
+        self._kill_victim(kill)
+        self.result.run_dir = job.run_dir
+        self.result.deaths.append(death)
+        self._watch_the_end(kill, death)
+        if death.outcome == "ended":
+            self._examine(death)
+            self._job = None
+        return True
+
+    def _wait_for(self, kill: Kill) -> Point | None:
+        """The point at which the kill's trigger fired and its delay is over; None if the run finished before."""
+        job = self._running()
+        watch: StageWatch | None = None
+        trigger: Trigger | None = None
+        looked = entered = time.monotonic()
+        while True:
+            code, now = job.process.poll(), time.monotonic()
+            if code == 0:
+                return None
+            if watch is None or trigger is None:
+                run_dir = self._run_dir_of_this_life()
+                if run_dir is not None:
+                    watch = StageWatch(run_dir / "heartbeats" / "trainer_rank_0.json", self._started)
+                    trigger = Trigger(
+                        kill, epochs=epoch_rows(self._settings.steps), checkpoints=run_dir / "checkpoints"
+                    )
+            elif trigger.fires(watch.look()):
+                time.sleep(trigger.delay_s(job.rows()))
+                return watch.look()
+            if code is not None:
+                raise ChainError(f"ended by itself while waiting for {kill.when}: {self._evidence()}")
+            if now - entered > REACH_LIMIT_S:
+                where = "no run directory" if watch is None else watch.point
+                raise ChainError(f"{kill.when} was not reached in {REACH_LIMIT_S:.0f} s, at {where}")
+            if now - looked > LOOK_EVERY_S:
+                job.look()
+                looked = time.monotonic()
+            time.sleep(POLL_S)
+
+    def _run_dir_of_this_life(self) -> Path | None:
+        if not self._base.is_dir() or not any(self._base.glob("*/run.json")):
+            return None
+        return self._running().run_dir
+
+    def _kill_victim(self, kill: Kill) -> None:
+        if kill.victim is Victim.TREE:
+            self._kill_everything()
+            return
+        process = self._victim(kill)
+        process.send_signal(signal.SIGKILL)
+
+    def _victim(self, kill: Kill) -> psutil.Process:
+        match kill.victim:
+            case Victim.TRAINER:
+                return self._process(f"trainer_rank_{kill.rank}")
+            case Victim.ENGINE:
+                return self._process("engine_0")
+            case Victim.COLLECTOR:
+                return self._process("collector")
+            case Victim.BUFFER:
+                return self._process("replay_buffer")
+            case Victim.ENGINE_CORE:
+                return self._child("VLLM::EngineCore", of=self._process("engine_0"))
+            case _:
+                return self._child("raylet/raylet ", of=self._running().tree)
+
+    def _process(self, name: str) -> psutil.Process:
+        path = self._running().run_dir / "heartbeats" / f"{name}.json"
+        return psutil.Process(int(json.loads(path.read_text())["pid"]))
+
+    def _child(self, needle: str, *, of: psutil.Process) -> psutil.Process:
+        found = []
+        for process in of.children(recursive=True):
+            with suppress(psutil.Error):
+                if needle in " ".join(process.cmdline()):
+                    found.append(process)
+        if len(found) != 1:
+            raise ChainError(f"{len(found)} processes match {needle!r}:\n{self._running().describe()}")
+        return found[0]
+
+    def _watch_the_end(self, kill: Kill, death: Death) -> None:
+        """Wait until the run has ended, or has shown that it goes on."""
+        job, killed = self._running(), time.monotonic()
+        rows = job.rows()
+        seen = int(rows[-1]["step"]) if rows else 0
+        while True:
+            job.look()
+            code, passed_s = job.process.poll(), time.monotonic() - killed
+            if code is not None:
+                death.exit_code, death.ended_after_s = code, round(passed_s, 1)
+                # Exit code 0: it had no use for the process any more, or replaced it, and trained to its end.
+                death.outcome = "survived" if code == 0 else "ended"
+                death.cause = "" if code == 0 else self._cause(kill)
+                return
+            # More rows than the buffer can have held at the kill.
+            rows = job.rows()
+            went_on = bool(rows) and int(rows[-1]["step"]) >= seen + self._settings.age + 3
+            if went_on and passed_s > SURVIVED_AFTER_S:
+                death.outcome = "survived"
+                return
+            if passed_s > END_LIMIT_S:
+                raise ChainError(
+                    f"{END_LIMIT_S:.0f} s after the kill of {kill.victim} {kill.when} the run has neither ended nor "
+                    f"gone on: {self._evidence()}"
+                )
+            time.sleep(0.2)
+
+    def _cause(self, kill: Kill) -> str:
+        """The line of the terminal that says why the run ended."""
+        if kill.victim is Victim.TREE:
+            return "(killed whole)"
+        output = self._running().output
+        lines = [line.strip() for line in output.splitlines()]
+        for mark in ("FAILED", "Signal 9 (SIGKILL)", "exitcode", "Fatal"):
+            for line in lines:
+                if mark in line:
+                    return line[:300]
+        return ""
+
+    def _examine(self, death: Death) -> None:
+        """What the dead run has left: no process, nothing half-written, a cause."""
+        if left := self._left_alive(within_s=GONE_WITHIN_S):
+            raise ChainError(f"{GONE_WITHIN_S:.0f} s after the end there still are: {'; '.join(left)}")
+        run_dir = self._running().run_dir
+        death.left = left_over(run_dir)
+        death.resumed_from = newest_step(run_dir)
+        if problems := after_a_death(run_dir):
+            raise ChainError(f"after the kill of {death.victim} {death.when}: {'; '.join(problems)}")
+        if not death.cause:
+            raise ChainError(f"the run ended without a cause: {self._evidence()}")
+
+    def _finish(self) -> None:
+        """The last life, to the end of the run, and what must hold then."""
+        if self._job is None:
+            self._start(1)
+        job = self._running()
+        code = job.wait(timeout_s=FINISH_LIMIT_S)
+        self.result.run_dir = job.run_dir
+        if code != 0:
+            raise ChainError(f"the resumed run ended with {code}: {self._evidence()}")
+        if left := self._left_alive(within_s=GONE_WITHIN_S):
+            raise ChainError(f"{GONE_WITHIN_S:.0f} s after the end there still are: {'; '.join(left)}")
+        runs = sorted(path.parent.name for path in self._base.glob("*/run.json"))
+        if len(runs) != 1:
+            self.result.problems.append(f"a resume began a new run: {runs}")
+        self.result.problems += at_the_end(job.run_dir, self._settings) + script_problems(job.run_dir)
+
+    def _end_on_purpose(self) -> None:
+        self._kill_everything()
+        self._running().process.wait(timeout=30)
+        self._left_alive(within_s=GONE_WITHIN_S)
+        self._job = None
+
+    def _running(self) -> Launched:
+        assert self._job is not None, "no life of the run has begun"
+        return self._job
+
+    def _kill_everything(self) -> None:
+        """SIGKILL for every process of the run, as a power cut; again for those that were being started."""
+        if self._job is None:
+            return
+        for _ in range(3):
+            processes = self._alive()
+            if not processes:
+                break
+            for process in processes:
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGKILL)
+            time.sleep(0.05)
+        with suppress(Exception):
+            self._job.process.wait(timeout=30)
+
+    def _left_alive(self, *, within_s: float) -> list[str]:
+        deadline = time.monotonic() + within_s
+        while alive := self._alive():
+            if time.monotonic() > deadline:
+                return [_named(process) for process in alive]
+            time.sleep(0.2)
+        return []
+
+    def _alive(self) -> list[psutil.Process]:
+        """Processes of the run: of its tree, seen before, or with its folder for temporary files."""
+        job = self._running()
+        job.look()
+        found = dict(job.seen)
+        mark = f"TMPDIR={self._temp}".encode()
+        for entry in os.listdir("/proc"):
+            if entry.isdigit() and int(entry) != os.getpid() and int(entry) not in found:
+                with suppress(OSError, psutil.NoSuchProcess):
+                    if mark in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
+                        found[int(entry)] = psutil.Process(int(entry))
+        alive = []
+        for process in found.values():
+            with suppress(psutil.NoSuchProcess):
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    alive.append(process)
+        return alive
+
+    def _evidence(self) -> str:
+        job = self._running()
+        return f"{job.output[-3000:]}{job.log_tails()[-6000:]}"
+
+
+def _named(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {' '.join(process.cmdline())[:120]}"
+    except psutil.Error as error:
+        return f"{process.pid} {error}"
