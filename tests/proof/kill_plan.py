@@ -104,7 +104,11 @@ class Kill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainSettings:
-    """How the run of one chain of kills is configured; it stays the same over all of its lives."""
+    """How the run of one chain of kills is configured; it stays the same over all of its lives.
+
+    Attributes:
+        engine_core: only in a process of its own can it be killed by itself.   extra: further words.
+    """
 
     name: str
     seed: int
@@ -112,6 +116,7 @@ class ChainSettings:
     async_save: bool
     load_replay_buffer: bool
     steps: int = STEPS
+    engine_core: str = "process"
     extra: tuple[str, ...] = ()
 
     @property
@@ -121,7 +126,7 @@ class ChainSettings:
             "+experiment=cpu_smoke", f"run.seed={self.seed}", f"run.max_num_steps={self.steps}",
             f"data.num_train={EPOCH}", "data.num_validation=8", "algorithm.ppo_epochs=1",
             f"schedule.policy_training_start_step={WARM_UP}", f"schedule.warmup_generation_lead_steps={LEAD}",
-            f"schedule.max_trajectory_age_steps={self.age}", "inference.engine_core=process",
+            f"schedule.max_trajectory_age_steps={self.age}", f"inference.engine_core={self.engine_core}",
             "checkpoint.period=1", f"checkpoint.async_save={str(self.async_save).lower()}",
             f"checkpoint.load_replay_buffer={str(self.load_replay_buffer).lower()}",
             "telemetry.record_trajectories=true", "telemetry.tensorboard=false",
