@@ -1,4 +1,7 @@
-"""Any process of a run is killed: the run ends within 15 s, says why, and leaves nothing behind."""
+"""Any process of a run is killed: the run ends within 15 s, says why, and leaves nothing behind.
+
+Deaths of trainer ranks and of everything at once are in `test_kills.py`.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +25,14 @@ VICTIMS: dict[str, tuple[Callable[[Launched], psutil.Process], str]] = {
     "engine actor": (lambda job: job.find("ray::EngineActor"), "engine"),
     "collector": (lambda job: job.find("ray::CollectorActor"), "collector"),
     "replay buffer": (lambda job: job.find("ray::ReplayActor"), "replay"),
-    "trainer rank 1": (lambda job: job.trainer_rank(1), "exitcode  : -9"),
 }
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_a_killed_process_ends_the_run_with_its_cause(launch: Callable[..., Launched], victim: str) -> None:
     find, cause = VICTIMS[victim]
-    nproc = 2 if victim.startswith("trainer") else 1
     core = "process" if victim == "engine core" else "thread"
-    job = launch(*ENDLESS, f"inference.engine_core={core}", nproc=nproc)
+    job = launch(*ENDLESS, f"inference.engine_core={core}")
     job.wait_for_step(2)
     process = find(job)
 

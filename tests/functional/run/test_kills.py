@@ -36,9 +36,11 @@ def test_a_run_that_is_killed_anywhere_trains_every_prompt_exactly_once(tmp_path
     assert result.problems == []
     assert [death.kill for death in result.deaths] == ["TRAINER", "TREE"]
     rank, tree = result.deaths
-    # A rank's death is nothing that a run can survive by itself; torchrun names it.
+    # A rank's death is nothing that a run can survive by itself. The promise is an end within 15 s on a free machine;
+    # the test machine runs other jobs, so it asserts no more than twice that.
     assert (rank.outcome, rank.num_ranks) == ("ended", 2)
     assert rank.exit_code not in (0, None)
+    assert rank.ended_after_s is not None and rank.ended_after_s < 30
     assert tree.outcome == "ended"
     assert any(
         name.startswith("tmp_step_") for name in tree.left
