@@ -34,6 +34,7 @@ from megatron_ppo.inference.vllm_adapter import (
     EngineCoreMode,
     build_async_llm,
     engine_core_pids,
+    freeze,
     unregistered_requests,
     unstarted_requests,
 )
@@ -295,7 +296,7 @@ class VllmEngine:
             # refit on blocks of the old weights.
             while unregistered_requests(llm, self._inside):
                 await asyncio.sleep(_PREPARING_POLL_S)
-            await self._while_alive(llm.pause_generation(mode="keep", clear_cache=False))
+            await self._while_alive(freeze(llm, idle=not self._inside))
             if restart := unstarted_requests(llm, self._inside):
                 self._to_restart |= restart
                 await llm.abort(restart)

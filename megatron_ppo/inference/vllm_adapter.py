@@ -88,6 +88,19 @@ def unstarted_requests(llm: AsyncLLM, request_ids: Collection[str]) -> set[str]:
     }
 
 
+async def freeze(llm: AsyncLLM, *, idle: bool) -> None:
+    """Stop scheduling and keep requests and caches as they are.
+
+    Args:
+        idle: no request is running. vllm 0.32 and 0.33 end `pause_generation` with a sleep of 20 ms, in which outputs
+            of running requests arrive; without any, that is 20 ms in which nothing is served.
+    """
+    if idle:
+        await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+    else:
+        await llm.pause_generation(mode="keep", clear_cache=False)
+
+
 def engine_core_pids(llm: AsyncLLM) -> tuple[int, ...]:
     """Process ids of the engine cores; empty when the core is a thread of this process.
 

@@ -11,7 +11,7 @@ Shape legend: H hidden, D head dimension; K key/value heads, Q query heads per k
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from megatron_ppo.mcore import platform
 from megatron_ppo.mcore.hf_config import HFModelConfig
 from megatron_ppo.mcore.hf_files import HFWeights
 from megatron_ppo.mcore.hf_map import WeightPiece, canonical_name, tied_head_piece, weight_pieces
+from megatron_ppo.mcore.host_memory import RemoteShard, SharedParameters, share_parameters
 from megatron_ppo.mcore.parallel import ParallelContext
 from megatron_ppo.protocol.errors import ConfigError
 from megatron_ppo.protocol.weights import TensorMeta
@@ -217,70 +218,127 @@ def export_hf_weights(
 
     Args:
         only_rank_0: rank 0 of the job alone yields tensors; the others take part in the gathers and yield nothing.
-            Every tensor then goes to that rank alone: over the tensor group of the one copy of the model that rank
-            0 belongs to, then from its stage to the first.
+            Every tensor then goes to that rank alone: read from the memory of the ranks that have it where the host
+            allows that (see `host_memory`), else over the tensor group of the one copy of the model that rank 0
+            belongs to, then from its stage to the first.
     """
     parameters = {name: p.detach() for name, p in named_parameters(chunks)}
     dtype = next(iter(parameters.values())).dtype
-    route = _ToRank0(weight_map) if only_rank_0 else _ToEveryRank(weight_map)
-    for piece in weight_map.pieces():
-        parts: Iterator[Tensor] = iter(())
-        if route.holds(piece):
-            stack = route.gathered(parameters[piece.name], whole=piece.cut == "whole")
-            parts = iter(()) if stack is None else _parts(stack, piece, weight_map.model)
-            del stack  # or it would outlive the last part that needs it
-        for _, shape in piece.outputs:
-            tensor = route.delivered(next(parts, None), piece, shape, dtype)
-            if tensor is not None:
-                yield tensor.contiguous()
-            del tensor  # before the next one is gathered
+    route = _route_to_rank_0(weight_map, parameters) if only_rank_0 else _ToEveryRank(weight_map, parameters)
+    try:
+        for piece in weight_map.pieces():
+            parts = route.parts(piece) if route.holds(piece) else iter(())
+            for _, shape in piece.outputs:
+                tensor = route.delivered(next(parts, None), piece, shape, dtype)
+                if tensor is not None:
+                    yield tensor.contiguous()
+                del tensor  # before the next one is gathered
+    finally:
+        route.end()
 
 
-def _parts(stack_T: Tensor, piece: WeightPiece, model: HFModelConfig) -> Iterator[Tensor]:
-    """The Hugging Face tensors of a parameter, one at a time; views where the memory allows it.
+def _parts(
+    shards: Sequence[Tensor | RemoteShard], piece: WeightPiece, model: HFModelConfig
+) -> Iterator[Tensor]:
+    """The Hugging Face tensors of a parameter, one at a time; views of its only shard where that is possible.
 
     Args:
-        stack_T: the shards of all T tensor ranks, [T, *shard].
+        shards: of all T tensor ranks; one of them if all have the same.
     """
-    size, rest = stack_T.shape[0], stack_T.shape[2:]
+    first = shards[0]
+    for index, (_, shape) in enumerate(piece.outputs):
+        if len(shards) == 1 and isinstance(first, Tensor):
+            yield _part(piece, model, index, first).reshape(shape)
+            continue
+        sample = first if isinstance(first, Tensor) else first.layout
+        tensor = torch.empty(shape, dtype=sample.dtype, device=platform.device())
+        places = _places(piece, model, index, sample, tensor, len(shards))
+        for rank, (shard, place) in enumerate(zip(shards, places, strict=True)):
+            if isinstance(shard, Tensor):
+                place.copy_(_part(piece, model, index, shard, rank))
+            else:
+                shard.read(_part(piece, model, index, shard.layout, rank), place)
+        yield tensor
+        del tensor, places, place  # before memory for the next one is taken
+
+
+def _part(piece: WeightPiece, model: HFModelConfig, index: int, shard: Tensor, rank: int = 0) -> Tensor:
+    """What tensor rank `rank`'s shard has of the piece's tensor number `index`, without padding; a view."""
+    shape = piece.outputs[index][1]
     if piece.cut == "whole":
-        yield stack_T[0]
-    elif piece.cut == "columns":
-        joined = stack_T[0] if size == 1 else stack_T.transpose(0, 1).reshape(stack_T.shape[1], -1)
-        yield joined[:, : piece.outputs[0][1][1]]
-    elif piece.cut == "rows":
-        yield stack_T.view(-1, *rest)[: piece.outputs[0][1][0]]
-    elif piece.cut == "gate_up":
-        halves = stack_T.view(size, 2, -1, *rest)
-        for half in (0, 1):
-            yield halves[:, half].reshape(-1, *rest)
-    else:
-        sizes = [shape[0] // model.num_kv_heads for _, shape in piece.outputs]
-        # Padded key/value heads come last.
-        blocks = stack_T.view(-1, sum(sizes), *rest)[: model.num_kv_heads]
-        for part in blocks.split(sizes, dim=1):
-            yield part.reshape(-1, *rest)
+        return shard
+    if piece.cut == "columns":
+        return shard[:, : _real(shape[1], shard.shape[1], rank)]
+    if piece.cut == "rows":
+        return shard[: _real(shape[0], shard.shape[0], rank)]
+    if piece.cut == "gate_up":
+        return shard.view(2, -1, *shard.shape[1:])[index]
+    sizes = _head_rows(piece, model)
+    groups = shard.view(-1, sum(sizes), *shard.shape[1:])
+    first = sum(sizes[:index])
+    return groups[: _real(model.num_kv_heads, groups.shape[0], rank), first : first + sizes[index]]
+
+
+def _places(
+    piece: WeightPiece, model: HFModelConfig, index: int, sample: Tensor, tensor: Tensor, size: int
+) -> list[Tensor]:
+    """Where the shards of `size` tensor ranks, each shaped like `sample`, have their parts in the whole tensor."""
+    if piece.cut == "whole":
+        return [tensor]
+    if piece.cut == "columns":
+        return _cut(tensor, 1, sample.shape[1], size)
+    if piece.cut == "rows":
+        return _cut(tensor, 0, sample.shape[0], size)
+    if piece.cut == "gate_up":
+        return _cut(tensor, 0, sample.shape[0] // 2, size)
+    sizes = _head_rows(piece, model)
+    groups = tensor.view(model.num_kv_heads, sizes[index], *tensor.shape[1:])
+    return _cut(groups, 0, sample.shape[0] // sum(sizes), size)
+
+
+def _cut(tensor: Tensor, dim: int, part: int, count: int) -> list[Tensor]:
+    """`count` parts of the tensor of at most `part` each; the last ones may be short or empty."""
+    length = tensor.shape[dim]
+    starts = (min(index * part, length) for index in range(count))
+    return [tensor.narrow(dim, start, min(part, length - start)) for start in starts]
+
+
+def _real(length: int, part: int, rank: int) -> int:
+    """How much of rank `rank`'s part of a padded length is not padding, which comes last."""
+    return max(0, min(part, length - rank * part))
+
+
+def _head_rows(piece: WeightPiece, model: HFModelConfig) -> list[int]:
+    """Rows of query, key and value that belong to one key/value head."""
+    return [shape[0] // model.num_kv_heads for _, shape in piece.outputs]
 
 
 class _ToEveryRank:
     """All ranks of a copy of the model get every tensor."""
 
-    def __init__(self, weight_map: WeightMap) -> None:
+    def __init__(self, weight_map: WeightMap, parameters: Mapping[str, Tensor]) -> None:
         self._map = weight_map
         self._parallel = weight_map.parallel
+        self._parameters = parameters
 
     def holds(self, piece: WeightPiece) -> bool:
         """Whether this rank has a shard to give."""
         here = self._map.stage_of(piece) == self._parallel.pp_rank
         return here and self._map.owner_of(piece) in (None, self._parallel.ep_rank)
 
-    def gathered(self, shard: Tensor, *, whole: bool) -> Tensor | None:
-        """[T, *shard] over the tensor group; a parameter that is `whole` on every rank is its own gathering."""
-        if whole or self._parallel.tp_size == 1:
-            return shard.unsqueeze(0)
-        stack = shard.new_empty((self._parallel.tp_size, *shard.shape))
-        dist.all_gather(list(stack.unbind()), shard.contiguous(), group=self._parallel.tensor)
-        return stack
+    def gathered(self, piece: WeightPiece) -> Sequence[Tensor] | None:
+        """The shards of the tensor group; a parameter that is whole on every rank is its own gathering."""
+        shard = self._parameters[piece.name]
+        if piece.cut == "whole" or self._parallel.tp_size == 1:
+            return [shard]
+        shards = [torch.empty_like(shard) for _ in range(self._parallel.tp_size)]
+        dist.all_gather(shards, shard.contiguous(), group=self._parallel.tensor)
+        return shards
+
+    def parts(self, piece: WeightPiece) -> Iterator[Tensor]:
+        """The Hugging Face tensors of the piece, where it has been gathered. Collective of those that hold it."""
+        shards = self.gathered(piece)
+        return iter(()) if shards is None else _parts(shards, piece, self._map.model)
 
     def delivered(
         self, tensor: Tensor | None, piece: WeightPiece, shape: tuple[int, ...], dtype: torch.dtype
@@ -293,6 +351,9 @@ class _ToEveryRank:
             tensor = _broadcast(tensor, shape, dtype, parallel.pipeline, stage)
         return tensor
 
+    def end(self) -> None:
+        """Called on every rank after the last tensor."""
+
 
 class _ToRank0(_ToEveryRank):
     """Rank 0 of the job gets every tensor, straight from the ranks that have it; the copies of the model that it is
@@ -304,25 +365,23 @@ class _ToRank0(_ToEveryRank):
         copies = self._parallel.data_context if piece.expert is None else self._parallel.expert_data
         return copies.rank() == 0 and super().holds(piece)
 
-    def gathered(self, shard: Tensor, *, whole: bool) -> Tensor | None:
-        """[T, *shard] on the first rank of the tensor group, None on the others."""
-        parallel = self._parallel
-        if whole or parallel.tp_size == 1:
-            return shard.unsqueeze(0) if parallel.tp_rank == 0 else None
+    def gathered(self, piece: WeightPiece) -> Sequence[Tensor] | None:
+        """The shards on the first rank of the tensor group, None on the others."""
+        parallel, shard = self._parallel, self._parameters[piece.name]
+        if piece.cut == "whole" or parallel.tp_size == 1:
+            return [shard] if parallel.tp_rank == 0 else None
         if parallel.tp_rank != 0:
             dist.send(shard.contiguous(), group=parallel.tensor, group_dst=0)
             return None
         # Not dist.gather: over gloo it receives into a second copy of everything.
-        stack = shard.new_empty((parallel.tp_size, *shard.shape))
+        others = [torch.empty_like(shard) for _ in range(1, parallel.tp_size)]
         arriving = [
-            dist.irecv(stack[rank], group=parallel.tensor, group_src=rank)
-            for rank in range(1, parallel.tp_size)
+            dist.irecv(other, group=parallel.tensor, group_src=rank) for rank, other in enumerate(others, 1)
         ]
-        stack[0] = shard
         for work in arriving:
             assert work is not None
             work.wait()
-        return stack
+        return [shard, *others]
 
     def delivered(
         self, tensor: Tensor | None, piece: WeightPiece, shape: tuple[int, ...], dtype: torch.dtype
@@ -336,6 +395,43 @@ class _ToRank0(_ToEveryRank):
         if parallel.data_context.rank() == 0:
             tensor = _to_first(tensor, shape, dtype, parallel.pipeline, stage)
         return tensor
+
+
+class _FromHostMemory:
+    """Rank 0 reads every shard where it lies, in the memory of the rank that holds it, while the others wait."""
+
+    def __init__(self, shared: SharedParameters, model: HFModelConfig) -> None:
+        self._shared = shared
+        self._model = model
+
+    def holds(self, piece: WeightPiece) -> bool:
+        """Rank 0 has everything within reach."""
+        return self._shared.reader
+
+    def parts(self, piece: WeightPiece) -> Iterator[Tensor]:
+        """The Hugging Face tensors of the piece."""
+        shards = self._shared.shards(piece.name)
+        return _parts(shards[:1] if piece.cut == "whole" else shards, piece, self._model)
+
+    def delivered(
+        self, tensor: Tensor | None, piece: WeightPiece, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor | None:
+        """The tensor, which is where it belongs already."""
+        return tensor
+
+    def end(self) -> None:
+        """No rank changes its parameters before rank 0 has read them all."""
+        self._shared.release()
+
+
+def _route_to_rank_0(weight_map: WeightMap, parameters: Mapping[str, Tensor]) -> _ToRank0 | _FromHostMemory:
+    """Collective."""
+    route = _ToRank0(weight_map, parameters)
+    if dist.get_world_size() == 1:
+        return route
+    held = {piece.name: parameters[piece.name] for piece in weight_map.pieces() if route.holds(piece)}
+    shared = share_parameters(held, position=weight_map.parallel.tp_rank)
+    return route if shared is None else _FromHostMemory(shared, weight_map.model)
 
 
 def _broadcast(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 ALIGNMENT_BYTES = 16
+_ALONE_FROM_PART = 4
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -54,13 +55,16 @@ class WeightManifest:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def buckets(self) -> Iterator[Bucket]:
-        """Greedy cut in order; a tensor larger than `bucket_bytes` gets a bucket of its own."""
+        """Greedy cut in order; a tensor of at least a quarter of `bucket_bytes` gets a bucket of its own, so that it
+        can be sent from where it lies.
+        """
         tensors: list[TensorMeta] = []
         offsets: list[int] = []
         end = 0
         for tensor in self.tensors:
             start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-            if tensors and start + tensor.num_bytes > self.bucket_bytes:
+            alone = any(self.travels_alone(meta) for meta in (tensor, *tensors[-1:]))
+            if tensors and (alone or start + tensor.num_bytes > self.bucket_bytes):
                 yield Bucket(tensors=tuple(tensors), offsets=tuple(offsets), num_bytes=end)
                 tensors, offsets, start = [], [], 0
             tensors.append(tensor)
@@ -68,6 +72,10 @@ class WeightManifest:
             end = start + tensor.num_bytes
         if tensors:
             yield Bucket(tensors=tuple(tensors), offsets=tuple(offsets), num_bytes=end)
+
+    def travels_alone(self, tensor: TensorMeta) -> bool:
+        """Whether the tensor is large enough for a bucket of its own."""
+        return tensor.num_bytes * _ALONE_FROM_PART >= self.bucket_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

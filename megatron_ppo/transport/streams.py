@@ -1,11 +1,13 @@
 """A whole manifest over a `BroadcastGroup`, with the work at both ends going on beside the transfer.
 
-The sender fills one half of its staging memory while the other half travels; a receiver hands bucket k to its
+The sender prepares a bucket while the one before it travels; a receiver hands bucket k to its
 caller while bucket k + 1 arrives. Driven by `refit.broadcast` and `inference.worker_extension`.
 
-Invariant: the sender holds `staging_bytes` and what its source holds, never more; a tensor that is larger than a
-half travels in pieces. The transport never refers to the source's memory, since it lets go of a buffer only some time
-after its broadcast. A receiver holds two buckets besides those whose views are in use.
+Large tensors are sent from where they lie, small ones are packed into the sender's staging memory first.
+
+Invariant: while the source makes its next tensor, the sender holds `staging_bytes` and two tensors, of which one
+travels; a tensor that is larger than a half of the staging memory travels in pieces. A receiver holds three buckets
+besides those whose views are in use.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from megatron_ppo.transport.buckets import next_tensor, pack_bucket, payload_of,
 from megatron_ppo.transport.checksums import agree_on_checksums, checksums, publish_checksums
 
 _HALVES = 2
+_AHEAD = 2
+"""Buckets that arrive while a receiver's caller works on one. Loading takes unequal times: a layer is finished at its
+last tensor."""
 
 
 def manifest_for(
@@ -48,25 +53,35 @@ def send_stream(
     in_flight: deque[PendingBroadcast] = deque()
     halves = _Halves(manifest, group.device)
 
-    def staged() -> Tensor:
-        if len(in_flight) == _HALVES:
-            in_flight.popleft().wait(check_peers=check_peers)
-        return halves.next()
+    travelled: Tensor | None = None
+
+    def wait_for_all_but(count: int) -> None:
+        nonlocal travelled
+        while len(in_flight) > count:
+            # Kept for one more round: the transport's own thread lets go of a buffer a moment after its broadcast.
+            travelled = in_flight.popleft().wait(check_peers=check_peers)
 
     for index, bucket in enumerate(manifest.buckets()):
-        if bucket.num_bytes <= manifest.bucket_bytes:
-            payload = pack_bucket(bucket, tensors, staged())
-            _publish_checksums(group, manifest, index, bucket, payload)
-            in_flight.append(group.start(payload))
-            continue
-        payload = payload_of(next_tensor(tensors, bucket.tensors[0]), group.device)
+        wait_for_all_but(1)  # what travels keeps its memory, and the source now needs some for the next
+        if manifest.travels_alone(bucket.tensors[0]):
+            payload = _payload(next_tensor(tensors, bucket.tensors[0]), group.device, halves)
+        else:
+            payload = pack_bucket(bucket, tensors, halves.next())
         _publish_checksums(group, manifest, index, bucket, payload)
-        for start in range(0, bucket.num_bytes, manifest.bucket_bytes):
-            piece = payload[start : start + manifest.bucket_bytes]
-            in_flight.append(group.start(staged()[: piece.numel()].copy_(piece)))
-        del payload, piece  # before the source gathers its next tensor
-    while in_flight:
-        in_flight.popleft().wait(check_peers=check_peers)
+        for piece in torch.split(payload, manifest.bucket_bytes):
+            wait_for_all_but(1)
+            in_flight.append(group.start(piece))
+        del payload, piece
+    wait_for_all_but(0)
+
+
+def _payload(tensor: Tensor, device: torch.device, halves: _Halves) -> Tensor:
+    """The tensor's bytes: its own memory where they lie there in order, else a copy, in staging if that is enough."""
+    if (tensor.is_contiguous() and tensor.device.type == device.type) or not halves.hold(tensor):
+        return payload_of(tensor, device)
+    staged = halves.next()[: tensor.nbytes]
+    staged.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+    return staged
 
 
 def receive_stream(group: BroadcastGroup, manifest: WeightManifest) -> Iterator[list[tuple[str, Tensor]]]:
@@ -78,13 +93,12 @@ def receive_stream(group: BroadcastGroup, manifest: WeightManifest) -> Iterator[
     """
     group.accept_manifest(manifest.digest())
     buckets = list(manifest.buckets())
-    arriving = _Arriving(group, manifest, buckets[0]) if buckets else None
+    arriving: deque[_Arriving] = deque()
+    started = iter(buckets)
     for index, bucket in enumerate(buckets):
-        if arriving is None:
-            raise AssertionError("a bucket is yielded before it was started")
-        buffer = arriving.wait()
-        following = buckets[index + 1] if index + 1 < len(buckets) else None
-        arriving = None if following is None else _Arriving(group, manifest, following)
+        while len(arriving) <= _AHEAD and (following := next(started, None)) is not None:
+            arriving.append(_Arriving(group, manifest, following))
+        buffer = arriving.popleft().wait()
         if manifest.verify_checksum:
             agree_on_checksums(group, index, bucket, checksums(bucket, buffer))
         yield views_of_bucket(bucket, buffer)
@@ -105,7 +119,7 @@ class _Arriving:
     def __init__(self, group: BroadcastGroup, manifest: WeightManifest, bucket: Bucket) -> None:
         # Fresh memory each time: the caller may keep views of older buckets.
         self._buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=group.device)
-        self._pieces = [group.start(piece) for piece in self._buffer.split(manifest.bucket_bytes)]
+        self._pieces = [group.start(piece) for piece in torch.split(self._buffer, manifest.bucket_bytes)]
 
     def wait(self) -> Tensor:
         """uint8 [bucket.num_bytes]. Raises: as `PendingBroadcast.wait`."""
@@ -123,6 +137,10 @@ class _Halves:
             torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in range(min(_HALVES, len(sizes)))
         ]
         self._used = 0
+
+    def hold(self, tensor: Tensor) -> bool:
+        """Whether a half is large enough for the tensor."""
+        return bool(self._buffers) and tensor.nbytes <= self._buffers[0].numel()
 
     def next(self) -> Tensor:
         """The half that has been idle longest."""

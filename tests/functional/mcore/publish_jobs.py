@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.peak_memory import peak_bytes
+from megatron_ppo.mcore import weights
+from megatron_ppo.mcore.host_memory import SharedParameters, share_parameters
 from megatron_ppo.mcore.policy import MegatronPolicy
 from megatron_ppo.mcore.weights import export_hf_weights
 from megatron_ppo.refit.agreement import agreement_over
@@ -20,12 +25,30 @@ TIMEOUT_S = 60.0
 
 
 def publish(
-    *, folder: str, layout: Layout, receivers: int, staging_bytes: int, verify_checksum: bool = False
+    *,
+    folder: str,
+    layout: Layout,
+    receivers: int,
+    staging_bytes: int,
+    verify_checksum: bool = False,
+    by_sockets: bool = False,
 ) -> dict[str, Any]:
     """Publishes, trains, publishes again. From rank 0: what arrived, what should have, and the peak of memory that
-    the second publish allocated; beside it the peak of gathering the whole model at once.
+    the second publish allocated; beside it the peak of gathering the whole model at once, and of each gathering
+    whether rank 0 read the other ranks' memory.
+
+    Args:
+        by_sockets: as between hosts, where it cannot.
     """
     with context(layout) as parallel, ExitStack() as stack:
+        reads: list[bool] = []
+
+        def share(held: Mapping[str, Tensor], *, position: int) -> SharedParameters | None:
+            shared = None if by_sockets else share_parameters(held, position=position)
+            reads.append(shared is not None)
+            return shared
+
+        stack.enter_context(mock.patch.object(weights, "share_parameters", share))
         policy = MegatronPolicy(parallel=parallel, **settings(folder))
         is_sender = dist.get_rank() == 0
         fleet = None
@@ -52,6 +75,7 @@ def publish(
         }
         return {
             "expected": expected,
+            "reads": reads,
             "received": fleet.hashes if fleet else None,
             "peak_bytes": peak,
             "whole_bytes": whole,

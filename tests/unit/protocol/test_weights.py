@@ -46,11 +46,21 @@ def test_tensors_of_a_bucket_are_aligned_do_not_overlap_and_fit(manifest: Weight
 
 
 @given(_manifests)
-def test_a_bucket_is_closed_only_when_the_next_tensor_does_not_fit(manifest: WeightManifest):
+def test_a_bucket_is_closed_only_when_the_next_tensor_does_not_fit_or_one_of_the_two_travels_alone(
+    manifest: WeightManifest,
+):
     buckets = list(manifest.buckets())
     for bucket, following in pairwise(buckets):
         start = -(-bucket.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        assert start + following.tensors[0].num_bytes > manifest.bucket_bytes
+        alone = any(each.tensors[0].num_bytes * 4 >= manifest.bucket_bytes for each in (bucket, following))
+        assert alone or start + following.tensors[0].num_bytes > manifest.bucket_bytes
+
+
+@given(_manifests)
+def test_a_tensor_of_a_quarter_of_a_bucket_is_alone_in_its_own(manifest: WeightManifest):
+    for bucket in manifest.buckets():
+        if any(tensor.num_bytes * 4 >= manifest.bucket_bytes for tensor in bucket.tensors):
+            assert len(bucket.tensors) == 1
 
 
 def test_bytes_of_a_tensor_count_its_dtype():
@@ -64,7 +74,7 @@ def test_known_buckets_of_a_small_manifest():
         TensorMeta(name=name, shape=(size,), dtype="float32")
         for name, size in [("a", 1), ("b", 5), ("c", 100)]
     )
-    first, second = WeightManifest(tensors=tensors, bucket_bytes=64).buckets()
+    first, second = WeightManifest(tensors=tensors, bucket_bytes=96).buckets()
     assert (first.offsets, first.num_bytes) == ((0, 16), 36)
     assert (second.offsets, second.num_bytes) == ((0,), 400)
 

@@ -18,10 +18,11 @@ from megatron_ppo.transport.streams import broadcast_sizes, manifest_for, receiv
 
 CPU = torch.device("cpu")
 STAGING_BYTES = 2000
-# Small ones share buckets of 1000 bytes; "large" and "last" exceed a bucket and travel in pieces.
+# Small ones share buckets of 1000 bytes; "large" and "last" exceed a bucket and travel in pieces, "transposed" travels
+# alone but is not laid out as it travels.
 SHAPES = {
     "a": (10, 3),
-    "b": (200,),
+    "b": (20,),
     "large": (50, 30),
     "c": (7,),
     "d": (5, 11),
@@ -105,18 +106,28 @@ class _Recording(BroadcastGroup):
         self.moving.pop(0)
 
 
-def test_two_halves_travel_at_once_and_nothing_from_the_sources_memory():
+def test_two_buffers_travel_at_once_small_tensors_from_staging_and_large_ones_from_where_they_lie():
     store = BroadcastStore(timeout_s=20)
     spec = store.spec(generation=1, rank_offset=1, world_size=2)
+    source = _tensors()
     with ThreadPoolExecutor(1) as pool:
         receiving = pool.submit(lambda: _receive_all(BroadcastGroup(spec, rank=1, device=CPU)))
         group = _Recording(spec, rank=0, device=CPU, store=store)
-        send_stream(group, _manifest(), iter(_tensors().values()))
+        send_stream(group, _manifest(), iter(source.values()))
         receiving.result(20)
     assert group.most == 2
     assert [size for _, size in group.addresses] == broadcast_sizes(_manifest())
     assert max(size for _, size in group.addresses) <= STAGING_BYTES // 2
-    assert len({address for address, _ in group.addresses}) == 2
+    in_place = {
+        source[name].data_ptr() + start
+        for name in ("large", "last")
+        for start in range(0, source[name].nbytes, STAGING_BYTES // 2)
+    }
+    travelled = {address for address, _ in group.addresses}
+    assert in_place < travelled
+    assert len(travelled - in_place) == 2, (
+        "a and b, c and d, transposed: in the two halves of the staging memory"
+    )
 
 
 def test_the_next_bucket_arrives_while_one_is_used():
