@@ -116,7 +116,7 @@ class ChainSettings:
     async_save: bool
     load_replay_buffer: bool
     steps: int = STEPS
-    engine_core: str = "process"
+    engine_core: str = "thread"
     extra: tuple[str, ...] = ()
 
     @property
@@ -156,23 +156,31 @@ def all_kills(seed: int = 0) -> tuple[Kill, ...]:
 
 
 def next_chain(pending: Sequence[Kill], *, length: int) -> tuple[Kill, ...]:
-    """The kills that one run goes through next: different victims in different phases as far as there are any.
+    """The kills that one run goes through next: different phases, and different victims as far as there are any.
 
     One in warm-up comes first, while the run is there; the others in the order in which their phases come in a step.
+    Engine cores are killed in runs of their own, because only they need an engine in two processes.
     """
     chosen: list[Kill] = []
-    for kill in pending:
-        if len(chosen) == length:
-            break
-        if all(kill.victim is not other.victim and kill.phase is not other.phase for other in chosen):
-            chosen.append(kill)
-    if not chosen:
-        return ()
+    for may_repeat in (False, True):
+        for kill in pending:
+            if len(chosen) == length:
+                break
+            if kill in chosen or (chosen and needs_own_core(kill) is not needs_own_core(chosen[0])):
+                continue
+            victims, phases = {other.victim for other in chosen}, {other.phase for other in chosen}
+            if kill.phase not in phases and (may_repeat or kill.victim not in victims):
+                chosen.append(kill)
     order = tuple(Phase)
     return tuple(sorted(chosen, key=lambda kill: order.index(kill.phase)))
 
 
-def chain_settings(number: int, *, steps: int = STEPS) -> ChainSettings:
+def needs_own_core(kill: Kill) -> bool:
+    """Whether the engine core has to be a process, and not a thread of the engine's actor."""
+    return kill.victim is Victim.ENGINE_CORE
+
+
+def chain_settings(number: int, kills: Sequence[Kill] = ()) -> ChainSettings:
     """The configuration of the run number `number`: ages, ways to save and to restore go round."""
     return ChainSettings(
         name=f"chain_{number}",
@@ -180,7 +188,7 @@ def chain_settings(number: int, *, steps: int = STEPS) -> ChainSettings:
         age=1 + number % 2,
         async_save=number % 4 < 2,
         load_replay_buffer=number % 3 != 2,
-        steps=steps,
+        engine_core="process" if any(map(needs_own_core, kills)) else "thread",
     )
 
 

@@ -104,7 +104,7 @@ def run_kills(
 
 def _run_chain(folders: KillFolders, kills: tuple[Kill, ...]) -> None:
     number = folders.num_chains()
-    settings = chain_settings(number)
+    settings = chain_settings(number, kills)
     (folders.root / f"chain_{number}.begun").touch()
     base = folders.root / "runs" / settings.name
     started, load = time.time(), os.getloadavg()[0]

@@ -24,7 +24,6 @@ def a_kill(victim: Victim, phase: Phase, *, rank: int = 0) -> Kill:
 def test_a_run_that_is_killed_anywhere_trains_every_prompt_exactly_once(tmp_path: Path) -> None:
     settings = ChainSettings(
         name="few_kills", seed=3, age=1, async_save=True, load_replay_buffer=True, steps=8,
-        engine_core="thread",
         # As on a GPU: policy and critic take turns, also while they are saved, restored, published and probed.
         extra=("cluster.offload_models=always",),
     )  # fmt: skip

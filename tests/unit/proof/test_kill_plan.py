@@ -20,6 +20,7 @@ from kill_plan import (
     all_kills,
     chain_settings,
     epoch_rows,
+    needs_own_core,
     next_chain,
     select_kills,
 )
@@ -66,7 +67,9 @@ def test_chains_use_every_kill_once_and_mix_victims_and_phases() -> None:
     pending = list(all_kills())
     done: Counter[str] = Counter()
     while chain := next_chain(pending, length=7):
-        assert len({kill.victim for kill in chain}) == len({kill.phase for kill in chain}) == len(chain)
+        assert len({kill.phase for kill in chain}) == len(chain)
+        assert len({needs_own_core(kill) for kill in chain}) == 1
+        assert chain_settings(0, chain).engine_core == ("process" if needs_own_core(chain[0]) else "thread")
         phases = [kill.phase for kill in chain]
         assert phases == sorted(phases, key=tuple(Phase).index)  # the one in warm-up comes first
         done.update(kill.id for kill in chain)
@@ -74,10 +77,15 @@ def test_chains_use_every_kill_once_and_mix_victims_and_phases() -> None:
     assert done == Counter(kill.id for kill in all_kills())
 
 
-def test_a_chain_of_one_kind_is_one_kill_at_a_time() -> None:
-    pending = select_kills(all_kills(), ["tree-*"])
-    assert len(pending) == len(Phase)
-    assert len(next_chain(pending, length=7)) == 1
+def test_a_chain_takes_other_victims_before_it_repeats_one() -> None:
+    pending = select_kills(all_kills(), ["tree-*", "raylet-*", "buffer-*"])
+    assert {kill.victim for kill in next_chain(pending, length=3)} == {
+        Victim.TREE,
+        Victim.RAYLET,
+        Victim.BUFFER,
+    }
+    assert len(next_chain(pending, length=7)) == 7
+    assert next_chain([], length=7) == ()
 
 
 @pytest.mark.parametrize("number", range(4))
