@@ -91,7 +91,7 @@ test-long: setup ## the slow tests that CI leaves out
 	$(BIN)/python -m pytest -m slow tests/unit tests/functional $(PYTEST_ARGS)
 
 .PHONY: proof
-proof: setup ## seeds, variants and broken trainers as real runs, into docs/runs.md; continues where it stopped
+proof: setup ## seeds, variants, broken trainers, kills as real runs, into docs/runs.md; continues where it stopped
 	$(BIN)/python tests/proof/run_proof.py $(ARGS)
 
 .PHONY: lint

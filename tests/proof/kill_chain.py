@@ -259,7 +259,10 @@ class Chain:
             return "(killed whole)"
         output = self._running().output
         lines = [line.strip() for line in output.splitlines()]
-        for mark in ("FAILED", "Signal 9 (SIGKILL)", "exitcode", "Fatal"):
+        # Of a rank torchrun says it; the other ranks see a lost peer, or the signal by which torchrun ends them.
+        of_torchrun = "exitcode  : -9"
+        marks = (of_torchrun, "FAILED") if kill.victim is Victim.TRAINER else ("FAILED", of_torchrun)
+        for mark in marks:
             for line in lines:
                 if mark in line:
                     return line[:300]
