@@ -10,6 +10,8 @@ import asyncio
 import random
 from collections.abc import Sequence
 
+import pytest
+
 from megatron_ppo.collector.collector import Collector
 from megatron_ppo.protocol.errors import GenerationError, PartDiedError, ScoringError
 from megatron_ppo.protocol.schedule import AsyncSchedule
@@ -18,7 +20,6 @@ from megatron_ppo.replay.buffer import PromptGroupBuffer
 from megatron_ppo.replay.service import ReplayService
 from megatron_ppo.testing.fakes import FakeEngine, FakePromptStream
 
-SCHEDULES = 1000
 LONG_S = 40.0
 PROMPT_S = 20.0  # a schedule takes milliseconds, also on a loaded machine
 GENERATIONS = 2
@@ -162,11 +163,17 @@ async def stopped_run(seed: int) -> None:
     scene.buffer.ledger.check()
 
 
-def test_no_wake_up_is_lost_between_collector_and_buffer_in_a_thousand_random_schedules() -> None:
-    for seed in range(SCHEDULES):
+@pytest.mark.parametrize(
+    "seeds", [range(300), pytest.param(range(300, 3000), marks=pytest.mark.slow)], ids=str
+)
+def test_no_wake_up_is_lost_between_collector_and_buffer_in_random_schedules(seeds: range) -> None:
+    for seed in seeds:
         asyncio.run(asyncio.wait_for(whole_run(seed), PROMPT_S))
 
 
-def test_a_stop_at_any_moment_is_acknowledged_and_leaves_no_reservation() -> None:
-    for seed in range(SCHEDULES // 4):
+@pytest.mark.parametrize(
+    "seeds", [range(200), pytest.param(range(200, 2000), marks=pytest.mark.slow)], ids=str
+)
+def test_a_stop_at_any_moment_is_acknowledged_and_leaves_no_reservation(seeds: range) -> None:
+    for seed in seeds:
         asyncio.run(asyncio.wait_for(stopped_run(seed), PROMPT_S))
