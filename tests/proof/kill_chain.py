@@ -35,7 +35,8 @@ END_LIMIT_S = 120.0
 FINISH_LIMIT_S = 400.0
 GONE_WITHIN_S = 30.0
 SURVIVED_AFTER_S = 15.0
-"""A run that has noticed nothing by then, and makes steps, has survived; supervision notices within seconds."""
+"""A run that has noticed nothing by then, and makes steps, goes on to the next kill; one that still ends by itself
+within END_LIMIT_S of the last one (Ray takes half a minute to notice that its raylet is gone) has ended of that."""
 
 
 class ChainError(Exception):
@@ -101,6 +102,7 @@ class Chain:
         self._job: Launched | None = None
         self._started = 0.0
         self._ranks = 0
+        self._killed_at = 0.0
         self.result = ChainResult(settings=settings)
 
     def run(self) -> ChainResult:
@@ -146,10 +148,11 @@ class Chain:
             kill=kill.id, victim=str(kill.victim), when=kill.when, row=point.row, stage=point.stage,
             num_ranks=kill.num_ranks,
         )  # fmt: skip
+        self._killed_at = time.monotonic()
         self._kill_victim(kill)
         self.result.run_dir = job.run_dir
         self.result.deaths.append(death)
-        self._watch_the_end(kill, death)
+        self._watch_the_end(death)
         if death.outcome == "ended":
             self._examine(death)
             self._job = None
@@ -175,6 +178,10 @@ class Chain:
             elif trigger.fires(watch.look()):
                 time.sleep(trigger.delay_s(job.rows()))
                 return watch.look()
+            if code is not None and self._ended_late(code):
+                self._start(kill.num_ranks)
+                job, watch, trigger, entered = self._running(), None, None, time.monotonic()
+                continue
             if code is not None:
                 raise ChainError(f"ended by itself while waiting for {kill.when}: {self._evidence()}")
             if now - entered > REACH_LIMIT_S:
@@ -226,7 +233,7 @@ class Chain:
             raise ChainError(f"{len(found)} processes match {needle!r}:\n{self._running().describe()}")
         return found[0]
 
-    def _watch_the_end(self, kill: Kill, death: Death) -> None:
+    def _watch_the_end(self, death: Death) -> None:
         """Wait until the run has ended, or has shown that it goes on."""
         job, killed = self._running(), time.monotonic()
         rows = job.rows()
@@ -238,7 +245,7 @@ class Chain:
                 death.exit_code, death.ended_after_s = code, round(passed_s, 1)
                 # Exit code 0: it had no use for the process any more, or replaced it, and trained to its end.
                 death.outcome = "survived" if code == 0 else "ended"
-                death.cause = "" if code == 0 else self._cause(kill)
+                death.cause = "" if code == 0 else self._cause(death.victim)
                 return
             # More rows than the buffer can have held at the kill.
             rows = job.rows()
@@ -248,25 +255,38 @@ class Chain:
                 return
             if passed_s > END_LIMIT_S:
                 raise ChainError(
-                    f"{END_LIMIT_S:.0f} s after the kill of {kill.victim} {kill.when} the run has neither ended nor "
+                    f"{END_LIMIT_S:.0f} s after the kill of {death.victim} {death.when} the run has neither ended nor "
                     f"gone on: {self._evidence()}"
                 )
             time.sleep(0.2)
 
-    def _cause(self, kill: Kill) -> str:
+    def _cause(self, victim: str) -> str:
         """The line of the terminal that says why the run ended."""
-        if kill.victim is Victim.TREE:
+        if victim == Victim.TREE:
             return "(killed whole)"
         output = self._running().output
         lines = [line.strip() for line in output.splitlines()]
         # Of a rank torchrun says it; the other ranks see a lost peer, or the signal by which torchrun ends them.
         of_torchrun = "exitcode  : -9"
-        marks = (of_torchrun, "FAILED") if kill.victim is Victim.TRAINER else ("FAILED", of_torchrun)
+        marks = (of_torchrun, "FAILED") if victim == Victim.TRAINER else ("FAILED", of_torchrun)
         for mark in marks:
             for line in lines:
                 if mark in line:
                     return line[:300]
         return ""
+
+    def _ended_late(self, code: int) -> bool:
+        """Whether the run that seemed to survive the last kill has ended of it after all; if so, it is examined."""
+        deaths = self.result.deaths
+        passed_s = time.monotonic() - self._killed_at
+        if not deaths or deaths[-1].outcome != "survived" or passed_s > END_LIMIT_S:
+            return False
+        death = deaths[-1]
+        death.outcome, death.exit_code, death.ended_after_s = "ended", code, round(passed_s, 1)
+        death.cause = self._cause(death.victim)
+        self._examine(death)
+        self._job = None
+        return True
 
     def _examine(self, death: Death) -> None:
         """What the dead run has left: no process, nothing half-written, a cause."""
@@ -284,8 +304,11 @@ class Chain:
         """The last life, to the end of the run, and what must hold then."""
         if self._job is None:
             self._start(1)
+        code = self._running().wait(timeout_s=FINISH_LIMIT_S)
+        if code != 0 and self._ended_late(code):
+            self._start(1)
+            code = self._running().wait(timeout_s=FINISH_LIMIT_S)
         job = self._running()
-        code = job.wait(timeout_s=FINISH_LIMIT_S)
         self.result.run_dir = job.run_dir
         if code != 0:
             raise ChainError(f"the resumed run ended with {code}: {self._evidence()}")
