@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from kill_checks import after_a_death, at_the_end, left_over, newest_step, script_problems
+from kill_checks import after_a_death, at_the_end, is_finished, left_over, newest_step, script_problems
 from kill_plan import ChainSettings, Kill, Victim, epoch_rows
 from kill_watch import Point, StageWatch, Trigger
 
@@ -243,9 +243,10 @@ class Chain:
             code, passed_s = job.process.poll(), time.monotonic() - killed
             if code is not None:
                 death.exit_code, death.ended_after_s = code, round(passed_s, 1)
-                # Exit code 0: it had no use for the process any more, or replaced it, and trained to its end.
-                death.outcome = "survived" if code == 0 else "ended"
-                death.cause = "" if code == 0 else self._cause(death.victim)
+                # At its last step: it had no use for the process any more, or replaced it.
+                finished = code == 0 and is_finished(job.run_dir)
+                death.outcome = "survived" if finished else "ended"
+                death.cause = "" if finished else self._cause(death.victim)
                 return
             # More rows than the buffer can have held at the kill.
             rows = job.rows()

@@ -50,6 +50,11 @@ def after_a_death(run_dir: Path) -> list[str]:
     return problems
 
 
+def is_finished(run_dir: Path) -> bool:
+    """Whether the run came to its last step."""
+    return read_status(run_dir, now_unix_s=time.time()).life is Life.FINISHED
+
+
 def left_over(run_dir: Path) -> list[str]:
     """Names of what an interrupted save has left; the next start or save removes it."""
     folder = run_dir / "checkpoints"
