@@ -92,6 +92,7 @@ def run_actors(
             engine_kwargs={
                 "model": str(policy_folder),
                 "stop_token_ids": task.stop_token_ids,
+                "isolated_batches": config.run.deterministic,
                 **_engine_kwargs(config, derived),
             },
             env=engine_environment(device_type=device_type),
@@ -110,9 +111,11 @@ def run_actors(
                 log_path=str(directory.log_path("replay_buffer")),
                 ledger_path=str(directory.ledger_path),
                 heartbeat_path=str(directory.heartbeat_path("replay_buffer")),
+                takes_in_ordinal_order=config.run.deterministic,
             )
             collector = CollectorActor.remote(
                 engines=engines.clients(),
+                whole_steps=config.run.deterministic,
                 replay=replay,
                 scoring=_scoring_settings(config, task),
                 prompts={

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ppo.app.actors import RunActors, run_actors
+from megatron_ppo.app.determinism import check_determinism
 from megatron_ppo.app.identity import run_identity
 from megatron_ppo.app.kernels import choose_kernels
 from megatron_ppo.app.limits import control_timeout_s
@@ -188,7 +189,9 @@ class _Job:
     @contextlib.contextmanager
     def _parts(self) -> Iterator[tuple[LoopSettings, Parts]]:
         config, derived, rank_zero = self.config, self.derived, self.rank_zero
-        refit_backend(config, self.runtime.device)  # both refused here, before anything is started
+        # All three may refuse, before anything is started.
+        refit_backend(config, self.runtime.device)
+        check_determinism(config, device_type=self.runtime.device.type)
         kernels = choose_kernels(config, cuda=self.runtime.device.type == "cuda")
         if self.opened is not None:
             self.opened.record_kernels({name: chosen.described() for name, chosen in kernels.items()})

@@ -25,7 +25,7 @@ from megatron_ppo.loop.checkpoint_folder import Retention
 from megatron_ppo.loop.checkpoints import RunCheckpoints
 from megatron_ppo.loop.identity import Trait
 from megatron_ppo.loop.ports import GroupSource, Refit
-from megatron_ppo.loop.probe import ProbedRefit
+from megatron_ppo.loop.probe import ProbedRefit, sequences_of_run
 from megatron_ppo.loop.recorded import RecordedGroups
 from megatron_ppo.loop.validation import EngineValidator
 from megatron_ppo.mcore.parallel import DistributedRuntime
@@ -119,6 +119,7 @@ class PartsBuilder:
             validate_at_start=config.validation.at_start,
             validate_at_end=config.validation.at_end,
             checkpoint_period=config.checkpoint.period,
+            generates_alone=config.run.deterministic,
         )
 
     def _refit(self, policy: Any) -> Refit:
@@ -153,16 +154,24 @@ class PartsBuilder:
             temperature=0.0,
             max_new_tokens=self.derived.validation_max_new_tokens,
         )
+        # Scoring asks for one further token, for which a sequence as long as the engine's context has no room.
+        longest = self.derived.max_model_len - 1
 
-        def make_sequences() -> list[list[int]]:
+        def answered() -> list[list[int]]:
             """The prompts with the first published weights' own greedy answers: tokens that a rollout would have."""
             assert actors is not None, "only rank 0 asks the engines"
             answers = actors.engines.generate_many(
                 prompts, sampling=sampling, seeds=range(len(prompts)), deadline_s=GENERATION_TIMEOUT_S
             )
-            # Scoring asks for one further token, for which a sequence as long as the engine's context has no room.
-            longest = self.derived.max_model_len - 1
             return [[*p, *a.token_ids][:longest] for p, a in zip(prompts, answers, strict=True)]
+
+        def make_sequences() -> list[list[int]]:
+            return sequences_of_run(
+                self.directory.path / "probe_sequences.json",
+                count=len(prompts),
+                longest=longest,
+                make=answered,
+            )
 
         return ProbedRefit(
             refit=refit,

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from megatron_ppo.collector.rollout import GroupRollout
 from megatron_ppo.collector.scoring import Scoring
 from megatron_ppo.collector.stats import CollectorStats, StatsRecorder
+from megatron_ppo.collector.whole_step import StepBatches
 from megatron_ppo.protocol.errors import GenerationError, PartDiedError, ScoringError, WaitTimeoutError
 from megatron_ppo.protocol.ports import PromptStream, Replay, RolloutEngine
 from megatron_ppo.protocol.trajectory import Reservation, SamplingSettings
@@ -32,6 +33,8 @@ class Collector:
     unblocked by: the learner opening the window, a rollout ending, `resume`, `stop`.
 
     Args:
+        engine: `StepBatches` makes this the collector of a deterministic run: it starts nothing while anything runs,
+            and then everything that is free in one go, in ordinal order, with sampling seeds that depend on the step.
         max_concurrent_groups: rollouts at the same time; enough to keep every engine slot busy.
         max_generation_failures: a group that used up its retries of generation or scoring is released, generated
             again and counted. The run ends when more than this many fail in a row, which a restart begins to
@@ -61,6 +64,7 @@ class Collector:
         if max_concurrent_groups < 1:
             raise ValueError(f"max_concurrent_groups must be >= 1, got {max_concurrent_groups}")
         self._recorder = StatsRecorder()
+        self._step_batches = engine if isinstance(engine, StepBatches) else None
         self._rollout = GroupRollout(
             engine=engine,
             scoring=scoring,
@@ -68,6 +72,7 @@ class Collector:
             num_generations=num_generations,
             sampling=sampling,
             seed=seed,
+            seed_by_step=self._step_batches is not None,
             deadline_s=deadline_s,
             max_retries=max_retries,
             retry_backoff_s=retry_backoff_s,
@@ -154,6 +159,8 @@ class Collector:
             )
             if not reservations:
                 self._recorder.add(window_wait_s=time.monotonic() - start)
+            if self._step_batches is not None and reservations and not self._must_end():
+                self._step_batches.expect(len(reservations))
             for reservation in reservations:
                 if self._must_end():
                     await self._replay.release(reservation, reason="the collector stopped")
@@ -248,7 +255,9 @@ class Collector:
         return self._stopping or self._failure is not None
 
     def _may_dispatch(self) -> bool:
-        return not self._paused and len(self._tasks) < self._max_concurrent_groups
+        # Of a step that is reserved in parts, the parts would run in different company every time.
+        most = self._max_concurrent_groups if self._step_batches is None else 1
+        return not self._paused and len(self._tasks) < most
 
     async def _notify(self) -> None:
         async with self._changed:

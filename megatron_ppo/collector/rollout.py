@@ -40,6 +40,7 @@ class GroupRollout:
 
     Args:
         num_generations: G, responses per prompt.   seed: of the run; see `sample_seed`.
+        seed_by_step: sampling seeds depend on the training step too, as deterministic runs have it.
         deadline_s: limit of one generation attempt.   scoring: has a limit of its own.
         max_retries: further attempts after a GenerationError, and after a ScoringError, which scores the same
             responses again.   retry_backoff_s: wait before the first; it doubles.
@@ -55,6 +56,7 @@ class GroupRollout:
         num_generations: int,
         sampling: SamplingSettings,
         seed: int,
+        seed_by_step: bool,
         deadline_s: float,
         max_retries: int,
         retry_backoff_s: float,
@@ -67,6 +69,7 @@ class GroupRollout:
         self._num_generations = num_generations
         self._sampling = sampling
         self._seed = seed
+        self._seed_by_step = seed_by_step
         self._deadline_s = deadline_s
         self._max_retries = max_retries
         self._retry_backoff_s = retry_backoff_s
@@ -85,7 +88,10 @@ class GroupRollout:
         """
         prompt = self._prompts.prompt_at(reservation.ordinal)
         started_at = time.time()
-        completions = await self._with_retries(prompt, GenerationError, self._generate)
+        seeds = self._seeds(reservation)
+        completions = await self._with_retries(
+            prompt, GenerationError, lambda prompt: self._generate(prompt, seeds)
+        )
         finished_at = time.time()
         await self._note(reservation, Stage.GENERATED)
         rewards = await self._with_retries(
@@ -126,13 +132,19 @@ class GroupRollout:
                 backoff_s *= 2
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    async def _generate(self, prompt: Prompt) -> list[Completion]:
-        with self._recorder.generating():
-            return await self._ask_engine(prompt)
+    def _seeds(self, reservation: Reservation) -> list[int]:
+        step = reservation.target_step if self._seed_by_step else None
+        return [
+            sample_seed(self._seed, reservation.ordinal, sample, step=step)
+            for sample in range(self._num_generations)
+        ]
 
-    async def _ask_engine(self, prompt: Prompt) -> list[Completion]:
+    async def _generate(self, prompt: Prompt, seeds: Sequence[int]) -> list[Completion]:
+        with self._recorder.generating():
+            return await self._ask_engine(prompt, seeds)
+
+    async def _ask_engine(self, prompt: Prompt, seeds: Sequence[int]) -> list[Completion]:
         limit_s = self._deadline_s + DEADLINE_GRACE_S
-        seeds = [sample_seed(self._seed, prompt.ordinal, sample) for sample in range(self._num_generations)]
         try:
             async with asyncio.timeout(limit_s):
                 completions = await self._engine.generate(

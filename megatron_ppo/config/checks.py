@@ -82,6 +82,7 @@ def derive(
         _batch_problems,
         _unsupported_problems,
         _restore_problems,
+        _determinism_problems,
         _secret_problems,
     ):
         findings.lines.extend(rule(config))
@@ -131,7 +132,6 @@ def derive(
         schedule is not None and policy_model is not None and critic_model is not None and len(layouts) == 2
     )
     sequences = config.algorithm.num_prompts_per_step * config.algorithm.num_generations_per_prompt
-    running = config.inference.replicas * config.inference.max_num_seqs
     return Derived(
         world_size=layouts[0].world_size,
         policy=layouts[0],
@@ -147,8 +147,7 @@ def derive(
         sequences_per_step=sequences,
         minibatches_per_epoch=sequences // config.algorithm.train_global_batch_size,
         buffer_capacity=schedule.capacity(config.algorithm.num_prompts_per_step),
-        max_concurrent_groups=config.collector.max_concurrent_groups
-        or max(1, running // config.algorithm.num_generations_per_prompt),
+        max_concurrent_groups=_concurrent_groups(config),
         max_model_len=_max_model_len(config, policy_model),
         validation_max_new_tokens=_validation_tokens(config),
         policy_scheduler_ticks=_scheduler_ticks(config, "policy", config.policy),
@@ -255,6 +254,39 @@ def _restore_problems(config: RunConfig) -> Iterator[str]:
             "checkpoint.drop_incomplete_targets_on_restore: got true, must be false: dropping the stored groups of a "
             "step only costs their generation, a resume generates the missing ones. "
             "checkpoint.load_replay_buffer=false generates all of them again"
+        )
+
+
+def _determinism_problems(config: RunConfig) -> Iterator[str]:
+    """What would let the moment at which something happens decide what is computed."""
+    if not config.run.deterministic:
+        return
+    schedule, prompts = config.schedule, config.algorithm.num_prompts_per_step
+    why = "with run.deterministic"
+    if schedule.max_trajectory_age_steps != 0:
+        yield (
+            f"schedule.max_trajectory_age_steps: got {schedule.max_trajectory_age_steps}; must be 0 {why}, or the "
+            "speed of generation decides which weights sample a prompt"
+        )
+    if schedule.warmup_generation_lead_steps is not None:
+        yield (
+            f"schedule.warmup_generation_lead_steps: got {schedule.warmup_generation_lead_steps}; must be null {why}: "
+            "steps that are generated ahead run in one batch, and after a resume they do not"
+        )
+    if schedule.in_flight_weight_updates:
+        yield f"schedule.in_flight_weight_updates: got True; must be false {why}"
+    if schedule.max_generation_failures != 0:
+        yield (
+            f"schedule.max_generation_failures: got {schedule.max_generation_failures}; must be 0 {why}: a prompt that "
+            "is generated again without the others of its step is computed in another batch"
+        )
+    if config.inference.replicas != 1:
+        yield f"inference.replicas: got {config.inference.replicas}; must be 1 {why}"
+    groups = config.collector.max_concurrent_groups
+    if groups is not None and groups < prompts:
+        yield (
+            f"collector.max_concurrent_groups: got {groups}; must be null or >= algorithm.num_prompts_per_step="
+            f"{prompts} {why}, which submits whole steps"
         )
 
 
@@ -503,6 +535,15 @@ def _check_warm_start(config: RunConfig) -> None:
         resolve(_FIND_CHECKPOINT)(Path(path))
     except CheckpointError as error:
         raise ConfigError(f"critic.warm_start: {error}") from error
+
+
+def _concurrent_groups(config: RunConfig) -> int:
+    if config.collector.max_concurrent_groups is not None:
+        return config.collector.max_concurrent_groups
+    if config.run.deterministic:  # whole steps; what the engine has no room for waits inside
+        return config.algorithm.num_prompts_per_step
+    running = config.inference.replicas * config.inference.max_num_seqs
+    return max(1, running // config.algorithm.num_generations_per_prompt)
 
 
 def _max_model_len(config: RunConfig, policy: ModelFacts) -> int:

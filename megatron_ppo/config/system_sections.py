@@ -17,6 +17,12 @@ class RunSection(Section):
         doc="Name of the experiment; part of the run directory.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
     )
     seed: int = setting(42, "Seed that all randomness of the run is derived from.", ge=0, le=MAX_SEED)
+    deterministic: bool = setting(
+        False,
+        "Weights and metrics are a function of the configuration, bit for bit, also through resumes: each step's "
+        "requests are submitted together, in the order of the prompts, and run alone. Needs age 0, one engine and a "
+        "CPU; costs the overlap of generation with validation and saves.",
+    )
     max_num_steps: int = setting(doc="Training steps.", unit="steps", ge=1)
     max_num_epochs: int = setting(
         -1,

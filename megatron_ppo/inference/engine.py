@@ -23,13 +23,15 @@ from typing import Any, Literal, TypeVar
 
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
 
 from megatron_ppo.inference.admission import AdmissionGate
+from megatron_ppo.inference.isolated_batch import Submission, isolated_batch
 from megatron_ppo.inference.outputs import completion_of, prompt_logprobs_of, version_name
+from megatron_ppo.inference.request_params import sampling_params, scoring_params
 from megatron_ppo.inference.vllm_adapter import (
     EngineCoreMode,
     build_async_llm,
@@ -39,12 +41,13 @@ from megatron_ppo.inference.vllm_adapter import (
     unstarted_requests,
 )
 from megatron_ppo.protocol.errors import EngineDeadError, GenerationError, MegatronPPOError, RefitError
-from megatron_ppo.protocol.trajectory import Completion, SamplingSettings
+from megatron_ppo.protocol.trajectory import Completion, GroupRequest, SamplingSettings
 from megatron_ppo.protocol.weights import RefitGroupSpec, WeightManifest
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_Request = tuple[list[int], SamplingParams]
 RefitMode = Literal["drain", "keep"]
 _WATCH_PERIOD_S = 0.5
 _PREPARING_POLL_S = 0.005
@@ -76,6 +79,9 @@ class VllmEngine:
         stop_token_ids: end a response, besides the end-of-sequence ids of the model's own configuration.
         initial_version: version that the folder's weights count as; None serves nothing before the first
             refit.
+        isolated_batches: for deterministic runs. Every call runs alone: its requests are submitted in order while
+            the core is paused, with nothing cached, so that the batches that the core forms, and with them every bit
+            of the answers, are a function of the call and the weights. Calls take turns.
     """
 
     def __init__(
@@ -92,6 +98,7 @@ class VllmEngine:
         extra_engine_args: Mapping[str, object] | None = None,
         stop_token_ids: Sequence[int] = (),
         initial_version: int | None = None,
+        isolated_batches: bool = False,
     ) -> None:
         self._build_args = {
             "model": model,
@@ -107,6 +114,8 @@ class VllmEngine:
         self._stop_token_ids = list(stop_token_ids)
         self._version = initial_version
         self._gate = AdmissionGate(max_num_seqs)
+        self._isolated_batches = isolated_batches
+        self._turn = asyncio.Lock()
         self._llm: AsyncLLM | None = None
         self._request_ids = itertools.count()
         self._refits = 0
@@ -169,14 +178,33 @@ class VllmEngine:
         Raises: GenerationError after `deadline_s` or on a refused request; EngineDeadError when the core is
             gone.
         """
+        request = GroupRequest(prompt_token_ids=tuple(prompt_token_ids), seeds=tuple(seeds))
+        [completions] = await self.generate_groups([request], sampling=sampling, deadline_s=deadline_s)
+        return completions
+
+    async def generate_groups(
+        self, requests: Sequence[GroupRequest], *, sampling: SamplingSettings, deadline_s: float
+    ) -> list[list[Completion]]:
+        """Per request one completion per seed, in order. Time in front of a closed gate counts against `deadline_s`.
+
+        Raises: as `generate`.
+        """
         self._live()
-        prompt = list(prompt_token_ids)
-        outputs = await self._before(
-            deadline_s,
-            [self._request(prompt, self._sampling_params(sampling, seed)) for seed in seeds],
-            what=f"{len(seeds)} responses to a prompt of {len(prompt)} tokens",
-        )
-        return [completion_of(output.outputs[0]) for output in outputs]
+        wanted = [
+            (
+                list(request.prompt_token_ids),
+                sampling_params(sampling, seed=seed, stop_token_ids=self._stop_token_ids),
+            )
+            for request in requests
+            for seed in request.seeds
+        ]
+        longest = max((len(request.prompt_token_ids) for request in requests), default=0)
+        what = f"{len(wanted)} responses to {len(requests)} prompts of up to {longest} tokens"
+        outputs = iter(await self._before(deadline_s, wanted, what=what))
+        return [
+            [completion_of(output.outputs[0]) for output in itertools.islice(outputs, len(request.seeds))]
+            for request in requests
+        ]
 
     async def score(self, sequences: Sequence[Sequence[int]], *, deadline_s: float) -> list[list[float]]:
         """Log-probs in nats, at temperature 1 and under the current weights, of every token after the first.
@@ -185,56 +213,56 @@ class VllmEngine:
         Raises: as `generate`.
         """
         self._live()
-        params = SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            prompt_logprobs=0,
-            detokenize=False,
-            skip_reading_prefix_cache=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        params = scoring_params()
         outputs = await self._before(
             deadline_s,
-            [self._request(list(sequence), params.clone()) for sequence in sequences],
+            [(list(sequence), params) for sequence in sequences],
             what=f"the scores of {len(sequences)} sequences",
         )
         return [prompt_logprobs_of(output, list(seq)) for output, seq in zip(outputs, sequences, strict=True)]
 
-    def _sampling_params(self, sampling: SamplingSettings, seed: int) -> SamplingParams:
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_new_tokens,
-            seed=seed,
-            logprobs=0,
-            stop_token_ids=self._stop_token_ids,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-
-    async def _before(
-        self, deadline_s: float, requests: list[Coroutine[Any, Any, RequestOutput]], *, what: str
-    ) -> list[RequestOutput]:
-        tasks = [asyncio.create_task(request) for request in requests]
-        if not tasks:
+    async def _before(self, deadline_s: float, requests: list[_Request], *, what: str) -> list[RequestOutput]:
+        if not requests:
             return []
+        if self._isolated_batches:
+            try:
+                async with asyncio.timeout(deadline_s):
+                    return await self._in_turn(requests)
+            except TimeoutError as error:
+                raise self._late(len(requests), len(requests), deadline_s, what) from error
+        tasks = [asyncio.create_task(self._request(prompt, params)) for prompt, params in requests]
         try:
             _, pending = await asyncio.wait(tasks, timeout=deadline_s, return_when=asyncio.FIRST_EXCEPTION)
             for task in tasks:
                 if task.done() and (error := task.exception()) is not None:
                     raise error
             if pending:
-                raise GenerationError(
-                    f"{len(pending)} of {len(tasks)} requests unfinished after {deadline_s:.1f} s, "
-                    f"waiting for {what}; gate {'open' if self._gate.is_open else 'closed by a refit'}"
-                )
+                raise self._late(len(pending), len(tasks), deadline_s, what)
             return [task.result() for task in tasks]
         finally:
             # Cancelling a request aborts it in the engine core; one that is done ignores it.
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _late(self, unfinished: int, total: int, deadline_s: float, what: str) -> GenerationError:
+        return GenerationError(
+            f"{unfinished} of {total} requests unfinished after {deadline_s:.1f} s, "
+            f"waiting for {what}; gate {'open' if self._gate.is_open else 'closed by a refit'}"
+        )
+
+    async def _in_turn(self, requests: list[_Request]) -> list[RequestOutput]:
+        """Answer `requests` while nothing else is inside: the whole batch holds one place of the gate."""
+        async with self._turn, self._gate.slot(), self._request_errors(f"{len(requests)} requests"):
+            submissions = [
+                Submission(
+                    request_id=str(next(self._request_ids)),
+                    prompt=self._salted(prompt),
+                    params=params.clone(),
+                )
+                for prompt, params in requests
+            ]
+            return await isolated_batch(self._live(), submissions, while_alive=self._while_alive)
 
     async def _request(self, prompt: list[int], params: SamplingParams) -> RequestOutput:
         while True:
@@ -252,23 +280,30 @@ class VllmEngine:
             return output
 
     async def _run(self, request_id: str, prompt: list[int], params: SamplingParams) -> RequestOutput:
-        salted = {"prompt_token_ids": prompt, "cache_salt": f"{self._version}-{self._refits}"}
         last: RequestOutput | None = None
-        try:
-            async for output in self._live().generate(salted, params.clone(), request_id=request_id):
+        async with self._request_errors(f"a request of {len(prompt)} prompt tokens"):
+            async for output in self._live().generate(
+                self._salted(prompt), params.clone(), request_id=request_id
+            ):
                 last = output
+        if last is None:
+            raise GenerationError("the engine ended a request without an output")
+        return last
+
+    def _salted(self, prompt: list[int]) -> TokensPrompt:
+        return TokensPrompt(prompt_token_ids=prompt, cache_salt=f"{self._version}-{self._refits}")
+
+    @asynccontextmanager
+    async def _request_errors(self, what: str) -> AsyncIterator[None]:
+        try:
+            yield
         except VllmEngineDeadError as error:
             raise EngineDeadError(f"the vLLM engine core died: {error}") from error
         except MegatronPPOError:
             raise
         except Exception as error:  # vLLM's own tree of request errors has no common base
             self._live()
-            raise GenerationError(
-                f"the engine failed a request of {len(prompt)} prompt tokens: {error!r}"
-            ) from error
-        if last is None:
-            raise GenerationError("the engine ended a request without an output")
-        return last
+            raise GenerationError(f"the engine failed {what}: {error!r}") from error
 
     # --- refit ----------------------------------------------------------------------------------------------
 

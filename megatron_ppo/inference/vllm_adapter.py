@@ -10,10 +10,14 @@ import contextlib
 from collections.abc import Collection, Mapping
 from typing import Literal
 
+from vllm import SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs import TokensPrompt
+from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from megatron_ppo.inference.thread_core import engine_core_in_thread
 from megatron_ppo.inference.worker_extension import BACKEND, WorkerExtension
@@ -64,6 +68,26 @@ def build_async_llm(
     in_thread = engine_core_in_thread() if engine_core == "thread" else contextlib.nullcontext()
     with in_thread:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**args))  # type: ignore[arg-type]
+
+
+async def submit(
+    llm: AsyncLLM, request_id: str, prompt: TokensPrompt, params: SamplingParams
+) -> RequestOutputCollector:
+    """Hand one request to the core; on return it is in the core's queue, behind those submitted before.
+
+    vllm 0.32 and 0.33: the first half of `AsyncLLM.generate`, which does not say when it has got so far.
+    """
+    return await llm.add_request(request_id, prompt, params)
+
+
+async def finished_output(answer: RequestOutputCollector) -> RequestOutput:
+    """Wait for the end of a submitted request. Raises: what the core failed it with, or died of."""
+    output = await answer.get()
+    while not output.finished:
+        output = await answer.get()
+    if not isinstance(output, RequestOutput):
+        raise TypeError(f"a request to sample was answered with a {type(output).__name__}")
+    return output
 
 
 def unregistered_requests(llm: AsyncLLM, request_ids: Collection[str]) -> set[str]:

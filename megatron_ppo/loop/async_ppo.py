@@ -5,7 +5,8 @@ step counter, nothing else; whatever has state lives in a part.
 
 Order in a step: take the groups; mismatch metrics and masks; critic values, then policy log-probs, then reference
 log-probs; advantages; per epoch all critic minibatches, then all policy minibatches; publish one new version;
-open the next window; validate if due; save if due; write the row; make a complete save visible.
+open the next window; validate if due; save if due; write the row; make a complete save visible. A deterministic run
+opens the window last.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class LoopSettings:
         overlong_filtering: exclude truncated responses from every loss.
         use_reference: compute reference log-probs (a KL term needs them).
         validation_period, checkpoint_period: in steps; 0 is never.
+        generates_alone: a window opens only when nothing else is left to do before its step. At age 0 nothing is then
+            generated beside a validation or a save, which therefore see the same every time.
     """
 
     max_num_steps: int
@@ -65,6 +68,7 @@ class LoopSettings:
     validate_at_start: bool
     validate_at_end: bool
     checkpoint_period: int
+    generates_alone: bool = False
 
     def validation_due(self, step: int) -> bool:
         """Whether to validate after `step` completed steps."""
@@ -123,9 +127,9 @@ def train(run: LoopSettings, schedule: AsyncSchedule, parts: Parts) -> int:
         with parts.residency.step(f"step {step + 1}"):
             _train_step(run, schedule, parts, step, log)
         step += 1
-        # After the publish, so that nothing is born older than it has to be.
-        parts.groups.open(step=step, frontier=schedule.frontier(step))
-
+        if not run.generates_alone:
+            # After the publish, so that nothing is born older than it has to be.
+            parts.groups.open(step=step, frontier=schedule.frontier(step))
         if run.validation_due(step):
             with log.timed("idle/validation"):
                 log.add(parts.validator.run(step=step))
@@ -138,6 +142,8 @@ def train(run: LoopSettings, schedule: AsyncSchedule, parts: Parts) -> int:
         # after has its row.
         log.flush()
         parts.checkpoints.publish(wait=step == run.max_num_steps)
+        if run.generates_alone:
+            parts.groups.open(step=step, frontier=schedule.frontier(step))
     return step
 
 

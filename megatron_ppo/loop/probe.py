@@ -6,8 +6,11 @@ cache, another rope) shows up here as a difference of log-probs, without any sta
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -16,6 +19,8 @@ from megatron_ppo.data.batch import TrainBatch
 from megatron_ppo.loop.ports import Metrics, Policy, Refit
 from megatron_ppo.loop.validation import OnRankZero
 from megatron_ppo.protocol.errors import RefitError
+
+logger = logging.getLogger(__name__)
 
 
 class SequenceScorer(Protocol):
@@ -95,6 +100,43 @@ class ProbedRefit:
             self._sequences = self._make_sequences()
         by_replica = self._engines.score(self._sequences, deadline_s=self._deadline_s)
         return Probe(sequences=self._sequences, by_replica=by_replica)
+
+
+def sequences_of_run(
+    path: Path, *, count: int, longest: int, make: Callable[[], list[list[int]]]
+) -> list[list[int]]:
+    """The sequences that this run is probed with: those of the file `path`, made and written there the first time.
+
+    A resumed run goes on with the tokens that it began with; its own first answers would be other ones.
+
+    Args:
+        count: sequences that the run wants.   longest: tokens that the engine has room for.
+        make: called when there is no file, or when it holds something else.
+    """
+    if path.exists():
+        try:
+            stored = json.loads(path.read_text())
+        except ValueError:
+            stored = None
+        if _are_sequences(stored, count, longest):
+            return [list(sequence) for sequence in stored]
+        logger.warning("%s does not hold %d sequences of up to %d tokens; made again", path, count, longest)
+    sequences = make()
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(sequences))
+    draft.replace(path)
+    return sequences
+
+
+def _are_sequences(stored: object, count: int, longest: int) -> bool:
+    if not isinstance(stored, list) or len(stored) != count:
+        return False
+    return all(
+        isinstance(sequence, list)
+        and 1 < len(sequence) <= longest
+        and all(type(token) is int and token >= 0 for token in sequence)
+        for sequence in stored
+    )
 
 
 def _check_complete(probe: Probe, version: int) -> None:

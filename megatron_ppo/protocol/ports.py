@@ -11,6 +11,7 @@ from typing import Protocol
 from megatron_ppo.protocol.moves import Stage
 from megatron_ppo.protocol.trajectory import (
     Completion,
+    GroupRequest,
     Prompt,
     PromptGroup,
     Reservation,
@@ -32,6 +33,22 @@ class RolloutEngine(Protocol):
         """One completion per seed, in order.
 
         Raises: GenerationError after `deadline_s` or on a failed request; EngineDeadError when the engine is gone.
+        """
+        ...
+
+
+class WholeStepEngine(Protocol):
+    """Samples the responses of many prompts in one call. Implemented by the vLLM engine, its Ray client and fakes."""
+
+    async def generate_groups(
+        self, requests: Sequence[GroupRequest], *, sampling: SamplingSettings, deadline_s: float
+    ) -> list[list[Completion]]:
+        """Per request one completion per seed, in order.
+
+        Of an engine whose batches are isolated, every bit of the answer is a function of the arguments and the
+        weights: the requests are submitted in order, before the first of them starts, and nothing else runs.
+
+        Raises: as `RolloutEngine.generate`; the deadline is that of the whole call.
         """
         ...
 

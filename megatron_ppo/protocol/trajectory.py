@@ -45,6 +45,18 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRequest:
+    """What an engine is asked for one prompt.
+
+    Attributes:
+        prompt_token_ids: [P] tokens.   seeds: one per response that is wanted, each in [0, 2**63).
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSettings:
     """How the engine samples. `temperature` 0 is greedy.
 

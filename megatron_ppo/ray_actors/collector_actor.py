@@ -14,7 +14,9 @@ from megatron_ppo.collector.collector import Collector
 from megatron_ppo.collector.router import ReplicaRouter
 from megatron_ppo.collector.scoring import ScoringSettings
 from megatron_ppo.collector.stats import CollectorStats
-from megatron_ppo.protocol.ports import RolloutEngine
+from megatron_ppo.collector.whole_step import StepBatches
+from megatron_ppo.protocol.errors import ConfigError
+from megatron_ppo.ray_actors.inference_group import RayEngineClient
 from megatron_ppo.ray_actors.replay_client import RayReplayClient
 from megatron_ppo.telemetry.heartbeat import Heartbeat
 from megatron_ppo.telemetry.process_log import redirect_process_output
@@ -29,6 +31,7 @@ class CollectorActor:
 
     Args:
         engines: one client per engine replica.  replay: handle of the replay buffer.
+        whole_steps: hand the only engine whole training steps, see `collector.whole_step`.
         scoring: how the reward function is run.
         prompts: `_target_` (dotted name) and keyword arguments of what is built in this process.
         settings: the remaining keyword arguments of `Collector`.
@@ -38,7 +41,8 @@ class CollectorActor:
     def __init__(
         self,
         *,
-        engines: Sequence[RolloutEngine],
+        engines: Sequence[RayEngineClient],
+        whole_steps: bool = False,
         replay: Any,
         scoring: ScoringSettings,
         prompts: Mapping[str, Any],
@@ -49,7 +53,7 @@ class CollectorActor:
         redirect_process_output(Path(log_path))
         self._heartbeat = Heartbeat(Path(heartbeat_path), describe=self._describe)
         self._collector = Collector(
-            engine=ReplicaRouter(list(engines)),
+            engine=_whole_steps(engines) if whole_steps else ReplicaRouter(list(engines)),
             replay=RayReplayClient(replay),
             scoring=scoring.build(),
             prompts=_build(prompts),
@@ -89,6 +93,12 @@ class CollectorActor:
             "dropped": stats.dropped,
             "loop_lag_s": round(stats.last_loop_lag_s, 3),
         }
+
+
+def _whole_steps(engines: Sequence[RayEngineClient]) -> StepBatches:
+    if len(engines) != 1:
+        raise ConfigError(f"whole steps go to one engine, got {len(engines)}")
+    return StepBatches(engines[0])
 
 
 def _build(spec: Mapping[str, Any]) -> Any:

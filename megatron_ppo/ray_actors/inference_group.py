@@ -21,7 +21,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from megatron_ppo.protocol.errors import EngineDeadError, MegatronPPOError, WaitTimeoutError
-from megatron_ppo.protocol.trajectory import Completion, SamplingSettings
+from megatron_ppo.protocol.trajectory import Completion, GroupRequest, SamplingSettings
 from megatron_ppo.protocol.weights import RefitGroupSpec, WeightManifest
 from megatron_ppo.ray_actors.engine_actor import EngineActor
 
@@ -64,16 +64,28 @@ class RayEngineClient:
         deadline_s: float,
     ) -> list[Completion]:
         """See `RolloutEngine.generate`. Cancelling it aborts the requests in the engine."""
-        ref = self._handle.call.remote(
+        completions: list[Completion] = await self._call(
             "generate", list(prompt_token_ids), seeds=list(seeds), sampling=sampling, deadline_s=deadline_s
         )
+        return completions
+
+    async def generate_groups(
+        self, requests: Sequence[GroupRequest], *, sampling: SamplingSettings, deadline_s: float
+    ) -> list[list[Completion]]:
+        """See `WholeStepEngine.generate_groups`. Cancelling it aborts the requests in the engine."""
+        groups: list[list[Completion]] = await self._call(
+            "generate_groups", list(requests), sampling=sampling, deadline_s=deadline_s
+        )
+        return groups
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        ref = self._handle.call.remote(method, *args, **kwargs)
         try:
-            with _replica_errors(self._replica, "generate"):
-                completions: list[Completion] = await ref
+            with _replica_errors(self._replica, method):
+                return await ref
         except asyncio.CancelledError:
             ray.cancel(ref)
             raise
-        return completions
 
 
 class RayPendingCalls:
@@ -211,22 +223,26 @@ class InferenceGroup:
         seeds: Sequence[int],
         deadline_s: float,
     ) -> list[Completion]:
-        """One completion per prompt, in order; prompts are dealt to the replicas in turn.
+        """One completion per prompt, in order; prompts are dealt to the replicas in turn, in one call each.
 
         Raises: GenerationError, EngineDeadError, WaitTimeoutError.
         """
-        refs = [
-            self._handles[i % len(self._handles)].call.remote(
-                "generate", list(prompt), seeds=[seed], sampling=sampling, deadline_s=deadline_s
-            )
-            for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+        requests = [
+            GroupRequest(prompt_token_ids=tuple(prompt), seeds=(seed,))
+            for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        completions = []
-        deadline = time.monotonic() + deadline_s + _GRACE_S
-        for i, ref in enumerate(refs):
-            with _replica_errors(i % len(self._handles), f"generation for {len(refs)} prompts"):
-                completions.extend(ray.get(ref, timeout=max(0.0, deadline - time.monotonic())))
-        return completions
+        replicas = len(self._handles)
+        calls = RayPendingCalls(
+            f"generation for {len(requests)} prompts",
+            [
+                handle.call.remote(
+                    "generate_groups", requests[replica::replicas], sampling=sampling, deadline_s=deadline_s
+                )
+                for replica, handle in enumerate(self._handles)
+            ],
+        )
+        shares = calls.results(timeout_s=deadline_s + _GRACE_S)
+        return [shares[i % replicas][i // replicas][0] for i in range(len(requests))]
 
     def score(self, sequences: Sequence[Sequence[int]], *, deadline_s: float) -> list[list[list[float]]]:
         """Per replica, per sequence: nats at temperature 1 of every token after the first."""

@@ -36,6 +36,7 @@ class ReplayActor(ReplayService):
         log_path: str,
         heartbeat_path: str,
         ledger_path: str | None = None,
+        takes_in_ordinal_order: bool = False,
     ) -> None:
         redirect_process_output(Path(log_path))
         self._heartbeat = Heartbeat(Path(heartbeat_path), describe=self.brief)
@@ -46,6 +47,7 @@ class ReplayActor(ReplayService):
                 num_prompts_per_step=num_prompts_per_step,
                 num_generations_per_prompt=num_generations_per_prompt,
                 journal=journal,
+                takes_in_ordinal_order=takes_in_ordinal_order,
             ),
             journal=journal,
         )

@@ -44,6 +44,7 @@ class PromptGroupBuffer:
         num_prompts_per_step: N, groups that one training step consumes.
         num_generations_per_prompt: G, trajectories that a group must have.
         journal: is told every move of an ordinal; None keeps no history.
+        takes_in_ordinal_order: `take` sorts the groups by ordinal instead of by the time at which they finished.
 
     Raises: ConfigError if N or G is below 1.
     """
@@ -55,6 +56,7 @@ class PromptGroupBuffer:
         num_prompts_per_step: int,
         num_generations_per_prompt: int,
         journal: Journal | None = None,
+        takes_in_ordinal_order: bool = False,
     ) -> None:
         for key, value in (
             ("num_prompts_per_step", num_prompts_per_step),
@@ -74,6 +76,7 @@ class PromptGroupBuffer:
         self._failures: dict[int, int] = {}
         self._counters = Counters()
         self._journal = journal
+        self._takes_in_ordinal_order = takes_in_ordinal_order
 
     @property
     def capacity(self) -> int:
@@ -207,7 +210,9 @@ class PromptGroupBuffer:
         return True
 
     def take(self, target: int) -> list[PromptGroup] | None:
-        """The N groups of `target`, first finished first; None while one is missing; they count as trained.
+        """The N groups of `target`, first finished (or lowest ordinal) first; None while one is missing.
+
+        They count as trained.
 
         Raises: GroupMismatchError if `target` is not the lowest unfinished step, or lies beyond the open
             window.
@@ -220,6 +225,8 @@ class PromptGroupBuffer:
         ordinals = self._targets.consume(target)
         if ordinals is None:
             return None
+        if self._takes_in_ordinal_order:
+            ordinals = tuple(sorted(ordinals))
         for ordinal in ordinals:
             self._ledger.mark_trained(ordinal)
             self._record_group(self._groups[ordinal], Stage.TRAINED)

@@ -93,7 +93,7 @@ class ReplayService:
             self._changed.notify_all()
 
     async def take(self, *, target_step: int, timeout_s: float) -> list[PromptGroup]:
-        """The N groups of `target_step`, first finished first; they count as trained from here on.
+        """The N groups of `target_step`, in the order of `PromptGroupBuffer.take`; they count as trained from here on.
 
         Raises: PartDiedError with the collector's cause after `fail`; WaitTimeoutError after `timeout_s`,
             with what is missing; GroupMismatchError if the step can never be taken, or if the history of moves

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from megatron_ppo.protocol.errors import EngineDeadError, GenerationError
 from megatron_ppo.protocol.trajectory import (
     Completion,
+    GroupRequest,
     Prompt,
     PromptGroup,
     SamplingSettings,
@@ -45,7 +46,7 @@ def skewed_length(seed: int, max_new_tokens: int) -> int:
 
 
 class FakeEngine:
-    """A `RolloutEngine` without a model: tokens depend on the seed only, versions on `publish`.
+    """A `RolloutEngine` and `WholeStepEngine` without a model: tokens depend on the seed only, versions on `publish`.
 
     Args:
         token_latency_s: time per token of a sequence; 0 still yields to the event loop at every token.
@@ -114,6 +115,20 @@ class FakeEngine:
             raise GenerationError(f"the request did not finish within {deadline_s} s") from error
         finally:
             self.num_running -= len(seeds)
+
+    async def generate_groups(
+        self, requests: Sequence[GroupRequest], *, sampling: SamplingSettings, deadline_s: float
+    ) -> list[list[Completion]]:
+        """See `WholeStepEngine.generate_groups`."""
+        require(len(requests) > 0, "a call without requests")
+        return await asyncio.gather(
+            *(
+                self.generate(
+                    request.prompt_token_ids, seeds=request.seeds, sampling=sampling, deadline_s=deadline_s
+                )
+                for request in requests
+            )
+        )
 
     def _check_call(
         self, prompt: Sequence[int], seeds: Sequence[int], sampling: SamplingSettings, deadline_s: float

@@ -122,7 +122,10 @@ class StepOrder:
 
     def at_boundary(self, event: str, step: int) -> None:
         """Validation and saving happen between steps, with the step's own weights in the engines."""
-        require(step == self._step and not self._taken, f"{event} of step {step} inside step {self._step}")
+        # The next window may open before or after.
+        completed = self._step + (self._taken and self._is_updated())
+        inside = self._taken and not self._is_updated()
+        require(step == completed and not inside, f"{event} of step {step} inside step {self._step}")
         require(
             self._version == self._schedule.version_at(step), f"{event} of step {step} with other weights"
         )

@@ -181,16 +181,20 @@ class EngineRig:
 
 
 @contextmanager
-def running_rig(folder: Path, *, tied: bool, tensor_parallel_size: int = 1) -> Iterator[EngineRig]:
+def running_rig(
+    folder: Path, *, tied: bool, tensor_parallel_size: int = 1, isolated_batches: bool = False
+) -> Iterator[EngineRig]:
     """A rig with two models of the same shape."""
     models = [tiny_model(seed, tied=tied) for seed in (1, 2)]
-    with running_rig_of(models, folder, tensor_parallel_size=tensor_parallel_size) as rig:
+    with running_rig_of(
+        models, folder, tensor_parallel_size=tensor_parallel_size, isolated_batches=isolated_batches
+    ) as rig:
         yield rig
 
 
 @contextmanager
 def running_rig_of(
-    models: Sequence[Any], folder: Path, *, tensor_parallel_size: int = 1
+    models: Sequence[Any], folder: Path, *, tensor_parallel_size: int = 1, isolated_batches: bool = False
 ) -> Iterator[EngineRig]:
     """A rig with the given transformers models; `folder` holds the first, or is filled with it, as version 0."""
     if not (folder / "config.json").exists():
@@ -204,6 +208,7 @@ def running_rig_of(
         engine_core="thread",
         kv_cache_memory_bytes=64 * 2**20,
         initial_version=0,
+        isolated_batches=isolated_batches,
     )
     loop.run(engine.start(), timeout_s=240)
     try:

@@ -88,6 +88,12 @@ def test_seeds_fit_into_63_bits_and_depend_on_every_part(run_seed: int, ordinal:
     assert seed not in neighbours and len(neighbours) == 3
 
 
+def test_seeds_of_deterministic_runs_depend_on_the_step_too() -> None:
+    seeds = {sample_seed(42, 7, 3), *(sample_seed(42, 7, 3, step=step) for step in range(100))}
+    assert len(seeds) == 101
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
 def test_seeds_are_the_same_in_every_process_and_version() -> None:
     """Fixed numbers: a resumed run must draw what the first one drew."""
     assert [sample_seed(42, 0, 0), sample_seed(42, 7, 3)] == SEEDS_OF_RUN_42

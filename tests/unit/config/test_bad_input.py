@@ -46,6 +46,29 @@ BAD_VALUES: list[tuple[dict[str, Any], list[str]]] = [
         {"checkpoint.drop_incomplete_targets_on_restore": True},
         ["checkpoint.drop_incomplete_targets_on_restore", "got true", "must be false", "load_replay_buffer"],
     ),
+    (
+        {"run.deterministic": True, "schedule.in_flight_weight_updates": True},
+        [
+            "schedule.max_trajectory_age_steps: got 1; must be 0 with run.deterministic",
+            "schedule.warmup_generation_lead_steps: got 2; must be null",
+            "schedule.in_flight_weight_updates: got True; must be false",
+        ],
+    ),
+    (
+        {
+            "run.deterministic": True,
+            "schedule.max_trajectory_age_steps": 0,
+            "schedule.warmup_generation_lead_steps": None,
+            "schedule.max_generation_failures": 2,
+            "inference.replicas": 2,
+            "collector.max_concurrent_groups": 3,
+        },
+        [
+            "schedule.max_generation_failures: got 2; must be 0",
+            "inference.replicas: got 2; must be 1",
+            "collector.max_concurrent_groups: got 3; must be null or >= algorithm.num_prompts_per_step=4",
+        ],
+    ),
     ({"schedule.max_trajectory_age_steps": -1}, ["schedule.max_trajectory_age_steps", "-1", ">= 0"]),
     (
         {"schedule.max_trajectory_age_steps": 3, "schedule.warmup_generation_lead_steps": 2},

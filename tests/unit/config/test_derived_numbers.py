@@ -51,6 +51,7 @@ ALLOWED: list[dict[str, Any]] = [
     {"validation.top_p": 0.9, "validation.temperature": 1.0},
     {"loss.reference_policy_kl_penalty": 0.1},
     {"inference.engine": {"swap_space": 0}},
+    {**AGE_0, "run.deterministic": True, "collector.max_concurrent_groups": 4},
 ]
 
 
@@ -209,3 +210,9 @@ def test_a_tensor_size_that_does_not_divide_the_kv_heads_is_allowed_and_its_cost
     (warning,) = (line for line in derived.warnings if key in line)
     assert "3 KV heads: zeros fill them up to 4" in warning
     assert "1.33 times" in warning
+
+
+def test_a_deterministic_run_has_a_whole_step_in_flight_whatever_the_engine_has_room_for() -> None:
+    changes = {**AGE_0, "algorithm.num_prompts_per_step": 32, "inference.max_num_seqs": 8}
+    assert derive(changed(changes), 1).max_concurrent_groups == 2
+    assert derive(changed({**changes, "run.deterministic": True}), 1).max_concurrent_groups == 32

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 from megatron_ppo.collector.collector import Collector
 from megatron_ppo.collector.scoring import ThreadScoring
+from megatron_ppo.collector.whole_step import StepBatches
+from megatron_ppo.protocol.ports import Scorer
 from megatron_ppo.protocol.schedule import AsyncSchedule
 from megatron_ppo.protocol.trajectory import PromptGroup, SamplingSettings
 from megatron_ppo.replay.buffer import PromptGroupBuffer
@@ -29,10 +31,21 @@ LIMIT_S = 60.0
 
 
 class LiveCollection:
-    """`GroupSource` and `ReplaySnapshots` over the real collector and the real replay service."""
+    """`GroupSource` and `ReplaySnapshots` over the real collector and the real replay service.
+
+    Args:
+        deterministic: as the parts of a run with `run.deterministic` are set.
+    """
 
     def __init__(
-        self, order: StepOrder, *, schedule: AsyncSchedule, work: WorkLog, engine: FakeEngine
+        self,
+        order: StepOrder,
+        *,
+        schedule: AsyncSchedule,
+        work: WorkLog,
+        engine: FakeEngine,
+        scorer: Scorer | None = None,
+        deterministic: bool = False,
     ) -> None:
         self._order = order
         self._work = work
@@ -42,13 +55,16 @@ class LiveCollection:
         self.engine = engine
         self.replay = ReplayService(
             PromptGroupBuffer(
-                schedule=schedule, num_prompts_per_step=PROMPTS, num_generations_per_prompt=GENERATIONS
+                schedule=schedule,
+                num_prompts_per_step=PROMPTS,
+                num_generations_per_prompt=GENERATIONS,
+                takes_in_ordinal_order=deterministic,
             )
         )
         self.collector = Collector(
             replay=self.replay,
-            engine=engine,
-            scoring=ThreadScoring(FakeScorer(), threads=1, deadline_s=LIMIT_S),
+            engine=StepBatches(engine) if deterministic else engine,
+            scoring=ThreadScoring(scorer or FakeScorer(), threads=2, deadline_s=LIMIT_S),
             prompts=FakePromptStream(),
             num_generations=GENERATIONS,
             sampling=SamplingSettings(max_new_tokens=6),
@@ -121,10 +137,10 @@ class LiveRefit:
 
 @contextmanager
 def live_collection(
-    order: StepOrder, *, schedule: AsyncSchedule, work: WorkLog, engine: FakeEngine
+    order: StepOrder, *, schedule: AsyncSchedule, work: WorkLog, engine: FakeEngine, **options: Any
 ) -> Iterator[LiveCollection]:
     """A collection that ends with the block."""
-    collection = LiveCollection(order, schedule=schedule, work=work, engine=engine)
+    collection = LiveCollection(order, schedule=schedule, work=work, engine=engine, **options)
     try:
         yield collection
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_ppo.data.batch import TrainBatch
-from megatron_ppo.loop.probe import Probe, ProbedRefit
+from megatron_ppo.loop.probe import Probe, ProbedRefit, sequences_of_run
 from megatron_ppo.protocol.errors import RefitError
 from megatron_ppo.testing.fakes import require
 
@@ -209,3 +210,28 @@ class Unchanged:
 
     def push(self, *, version: int) -> Mapping[str, float]:
         return {}
+
+
+def test_a_resumed_run_is_probed_with_the_sequences_that_it_began_with(tmp_path: Path) -> None:
+    path = tmp_path / "probe_sequences.json"
+
+    def never() -> list[list[int]]:
+        raise AssertionError("made again")
+
+    first = sequences_of_run(path, count=3, longest=5, make=lambda: [list(s) for s in SEQUENCES])
+    assert first == SEQUENCES
+    assert sequences_of_run(path, count=3, longest=5, make=never) == SEQUENCES
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "7", "[[1, 2], [1, 3]]", "[[1, 2], [1, 3], [1]]", "[[1, 2], [1, 3], [1, 2, 3, 4, 5, 6]]",
+     "[[1, 2], [1, 3], [1, -4]]", "[[1, 2], [1, 3], [1, true]]", "[[1, 2], [1, 3], 5]"],
+)  # fmt: skip
+def test_a_file_that_holds_no_usable_sequences_is_replaced(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "probe_sequences.json"
+    path.write_text(content)
+    made = sequences_of_run(path, count=3, longest=5, make=lambda: [list(s) for s in SEQUENCES])
+    assert made == SEQUENCES
+    assert sequences_of_run(path, count=3, longest=5, make=list) == SEQUENCES

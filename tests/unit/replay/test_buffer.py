@@ -14,7 +14,13 @@ from megatron_ppo.testing.fakes import make_group
 
 
 def new_buffer(
-    *, age: int = 1, start: int = 0, lead: int | None = None, prompts: int = 2, steps: int = 100
+    *,
+    age: int = 1,
+    start: int = 0,
+    lead: int | None = None,
+    prompts: int = 2,
+    steps: int = 100,
+    takes_in_ordinal_order: bool = False,
 ) -> PromptGroupBuffer:
     schedule = AsyncSchedule(
         max_num_steps=steps,
@@ -22,7 +28,12 @@ def new_buffer(
         policy_training_start_step=start,
         warmup_generation_lead_steps=lead,
     )
-    return PromptGroupBuffer(schedule=schedule, num_prompts_per_step=prompts, num_generations_per_prompt=2)
+    return PromptGroupBuffer(
+        schedule=schedule,
+        num_prompts_per_step=prompts,
+        num_generations_per_prompt=2,
+        takes_in_ordinal_order=takes_in_ordinal_order,
+    )
 
 
 def group_for(reservation: Reservation, *, version: int = 0, generations: int = 2) -> PromptGroup:
@@ -137,6 +148,16 @@ def test_groups_leave_in_the_order_in_which_they_were_finished() -> None:
     for reservation in (reservations[2], reservations[0], reservations[1]):
         buffer.commit(group_for(reservation))
     assert ordinals(buffer.take(0)) == [2, 0, 1]
+
+
+def test_groups_of_a_deterministic_run_leave_in_ordinal_order() -> None:
+    buffer = new_buffer(prompts=3, takes_in_ordinal_order=True)
+    buffer.open(0, 1)
+    reservations = buffer.reserve(3)
+    for reservation in (reservations[2], reservations[0], reservations[1]):
+        buffer.commit(group_for(reservation))
+    assert ordinals(buffer.take(0)) == [0, 1, 2]
+    assert buffer.trained_ordinals() == (0, 1, 2)
 
 
 def test_content_is_summarised_by_mean_median_maximum_and_percentile() -> None:
