@@ -101,6 +101,18 @@ def test_a_step_with_everything_due_runs_in_the_documented_order() -> None:
     assert run.events == ["push", "open", *frozen, *trained]
 
 
+def test_a_run_that_generates_alone_opens_the_window_when_everything_else_is_done() -> None:
+    schedule = AsyncSchedule(max_num_steps=2, max_trajectory_age_steps=0, policy_training_start_step=1)
+    run = fake_run(schedule)
+    plan = loop_settings(schedule, validation_period=1, checkpoint_period=1, generates_alone=True)
+    train(plan, schedule, run.parts)
+    scored = ["take", "values", "logprobs", "critic_update"]
+    frozen = [*scored, "validate", "save", "open"]
+    trained = [*scored, "policy_update", "push", "validate", "save", "open"]
+    assert run.events == ["push", "open", *frozen, *trained]
+    assert run.parts.checkpoints.published == [1, 2]  # type: ignore[attr-defined]
+
+
 def test_a_frozen_step_publishes_nothing_and_logs_no_policy_keys() -> None:
     """W5 and W6: two steps, one of them frozen."""
     schedule = AsyncSchedule(max_num_steps=2, policy_training_start_step=1)
