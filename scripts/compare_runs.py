@@ -1,6 +1,6 @@
 """Whether two runs did the same, bit for bit: python scripts/compare_runs.py RUN_DIR RUN_DIR
 
-Compares the metrics that are functions of configuration and step, and the files of the checkpoints that both hold.
+Compares the metrics that are functions of configuration and step, and the content of the checkpoints that both hold.
 Meant for runs with `run.deterministic`. Exit code: 0 equal, 1 they differ, 2 bad input.
 """
 

@@ -12,9 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ppo.protocol.errors import ConfigError
+from megatron_ppo.telemetry.pickle_text import pickle_text, torch_file_text
 from megatron_ppo.telemetry.repeatable import differences, repeatable
 from megatron_ppo.telemetry.run_dir import RunDirectory
 from megatron_ppo.telemetry.sinks import read_rows
+
+NOT_COMPARED = {"files.json": "the sizes of the other files, one of which holds the path of the run"}
+"""File of a checkpoint -> why its bytes differ between equal runs."""
+
+SAVE_ITSELF = ("torch.distributed.checkpoint.metadata.StorageMeta",)
+"""Holds the path of the run and a random number of the save; everything else in the file is compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +29,7 @@ class Comparison:
     """Attributes:
     findings: one line per difference; metrics first, in the order of the steps.
     num_rows, num_values: rows of both runs' steps, and repeatable metrics in them.
-    checkpoints: names of those that both hold.   num_files: files in these.
+    checkpoints: names of those that both hold.   num_files: files in these, by bytes or, of pickles, by content.
     """
 
     findings: tuple[str, ...]
@@ -67,5 +74,20 @@ def _differing_files(first: Path, second: Path) -> Iterator[str]:
     for name in sorted(names[0] | names[1]):
         if name not in names[0] or name not in names[1]:
             yield f"{name} is missing in the {'first' if name not in names[0] else 'second'} run"
-        elif not filecmp.cmp(first / name, second / name, shallow=False):
-            yield f"{name} has other bytes"
+        elif Path(name).name in NOT_COMPARED or filecmp.cmp(first / name, second / name, shallow=False):
+            continue
+        elif not _say_the_same(first / name, second / name):
+            yield f"{name} has another content"
+
+
+def _say_the_same(first: Path, second: Path) -> bool:
+    """Whether files of other bytes have the same content; True only for pickles, of which two may say the same."""
+    try:
+        if first.suffix == ".pt":
+            return torch_file_text(first) == torch_file_text(second)
+        if first.name == ".metadata":
+            texts = {pickle_text(path.read_bytes(), hidden=SAVE_ITSELF) for path in (first, second)}
+            return len(texts) == 1
+    except ValueError:
+        return False
+    return False

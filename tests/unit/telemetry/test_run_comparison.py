@@ -41,7 +41,7 @@ def test_every_difference_is_named(tmp_path: Path) -> None:
         "step 1: train/loss is 0.5 and 0.25",
         "step 2: train/loss is 0.25 and 0.125",
         "step_2: info.json is missing in the second run",
-        "step_2: models/weights.bin has other bytes",
+        "step_2: models/weights.bin has another content",
     )
 
 
