@@ -35,7 +35,7 @@ def test_runs_that_differ_in_times_only_are_equal(tmp_path: Path) -> None:
 
 
 def test_every_difference_is_named(tmp_path: Path) -> None:
-    first, second = run_at(tmp_path / "a"), run_at(tmp_path / "b", loss=0.25, weights=b"abd")
+    first, second = run_at(tmp_path / "a"), run_at(tmp_path / "b", loss=0.25, weights=b"xyz")
     (second / "checkpoints" / "step_2" / "info.json").unlink()
     assert compare_runs(first, second).findings == (
         "step 1: train/loss is 0.5 and 0.25",
