@@ -169,8 +169,7 @@ class Chain:
             if code == 0:
                 return None
             if watch is None or trigger is None:
-                run_dir = self._run_dir_of_this_life()
-                if run_dir is not None:
+                for run_dir in self._runs()[-1:]:
                     watch = StageWatch(run_dir / "heartbeats" / "trainer_rank_0.json", self._started)
                     trigger = Trigger(
                         kill, epochs=epoch_rows(self._settings.steps), checkpoints=run_dir / "checkpoints"
@@ -192,10 +191,10 @@ class Chain:
                 looked = time.monotonic()
             time.sleep(POLL_S)
 
-    def _run_dir_of_this_life(self) -> Path | None:
-        if not self._base.is_dir() or not any(self._base.glob("*/run.json")):
-            return None
-        return self._running().run_dir
+    def _runs(self) -> list[Path]:
+        """Run folders, oldest first; one that is being made has a hidden name and does not count yet."""
+        found = [path.parent for path in self._base.glob("*/run.json")]
+        return sorted(folder for folder in found if not folder.name.startswith("."))
 
     def _kill_victim(self, kill: Kill) -> None:
         if kill.victim is Victim.TREE:
@@ -315,9 +314,8 @@ class Chain:
             raise ChainError(f"the resumed run ended with {code}: {self._evidence()}")
         if left := self._left_alive(within_s=GONE_WITHIN_S):
             raise ChainError(f"{GONE_WITHIN_S:.0f} s after the end there still are: {'; '.join(left)}")
-        runs = sorted(path.parent.name for path in self._base.glob("*/run.json"))
-        if len(runs) != 1:
-            self.result.problems.append(f"a resume began a new run: {runs}")
+        if len(runs := self._runs()) != 1:
+            self.result.problems.append(f"a resume began a new run: {[run.name for run in runs]}")
         self.result.problems += at_the_end(job.run_dir, self._settings) + script_problems(job.run_dir)
 
     def _end_on_purpose(self) -> None:
