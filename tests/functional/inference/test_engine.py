@@ -71,7 +71,9 @@ def test_a_seed_fixes_the_sample_and_temperature_zero_ignores_it(rig: EngineRig)
 
 
 def test_no_cached_prefix_survives_a_refit(rig: EngineRig):
-    params = rig.engine._sampling_params(SamplingSettings(max_new_tokens=1), 1)
+    from megatron_ppo.inference.request_params import sampling_params
+
+    params = sampling_params(SamplingSettings(max_new_tokens=1), seed=1, stop_token_ids=())
     version = rig.publish(rig.models[0])
     cached = [rig.loop.run(rig.engine._request(LONG_PROMPT, params)).num_cached_tokens for _ in range(2)]
     assert cached[1] >= 128, "the prefix cache is off, so this test shows nothing"

@@ -16,7 +16,11 @@ STEPS, KILLED_AFTER = 4, 2
 CLOCKS = ("started_at", "finished_at")
 
 
-def test_a_resumed_job_equals_an_uninterrupted_one_bit_for_bit(launch: Callable[..., Launched]) -> None:
+# Two ranks with a process of its own for the engine's core take more than the time there is.
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_resumed_job_equals_an_uninterrupted_one_bit_for_bit(
+    launch: Callable[..., Launched], nproc: int
+) -> None:
     words = [
         "+experiment=cpu_smoke", f"run.max_num_steps={STEPS}", "run.deterministic=true",
         "schedule.max_trajectory_age_steps=0", "schedule.warmup_generation_lead_steps=null",
@@ -25,11 +29,13 @@ def test_a_resumed_job_equals_an_uninterrupted_one_bit_for_bit(launch: Callable[
         # More requests than the engine runs at once: who waits for whom must be the same as well.
         "algorithm.num_prompts_per_step=6", "inference.max_num_seqs=16",
     ]  # fmt: skip
+    if nproc > 1:
+        words += ["inference.engine_core=process", "critic.parallelism.tensor_model_parallel_size=1"]
     # Side by side: the two disturb each other's timing, and none of their bits.
-    whole, cut = launch(*words, base="whole"), launch(*words, base="cut")
+    whole, cut = (launch(*words, base=base, nproc=nproc) for base in ("whole", "cut"))
     cut.wait_for(lambda: _latest(cut) == f"step_{KILLED_AFTER}", "the checkpoint", timeout_s=240)
     cut.kill()
-    resumed = launch(*words, base="cut")
+    resumed = launch(*words, base="cut", nproc=nproc)
     assert whole.wait() == 0, whole.output + whole.log_tails()
     assert resumed.wait() == 0, resumed.output + resumed.log_tails()
     assert resumed.run_dir == cut.run_dir
