@@ -47,10 +47,13 @@ class BaselineGroup(InferenceGroup):
 
     def bench_join(self, method: str, *args: object) -> RayPendingCalls:
         """The same for a method whose first argument is the group rank of its replica's first worker."""
+        members = self.table.live()
         return RayPendingCalls(
             f"the workers' {method}",
-            [
-                handle.call.remote("bench", method, 1 + replica * self._workers_each, *args)
-                for replica, handle in enumerate(self._handles)
+            members=members,
+            refs=[
+                self._call(member, "bench", method, 1 + member.replica * self._workers_each, *args)
+                for member in members
             ],
+            table=self.table,
         )

@@ -263,7 +263,7 @@ class _Sender:
         self._group = group
         self._manifest = manifest_for(policy.weight_metadata(), staging_bytes=job.staging_bytes)
         self.num_bytes = sum(meta.num_bytes for meta in policy.weight_metadata())
-        members = 1 + len(group.worker_names)
+        members = 1 + len(group.muster())
         sizes = broadcast_sizes(self._manifest)
         self._store = dist.TCPStore(
             "127.0.0.1", 0, None, is_master=True, timeout=timedelta(seconds=TIMEOUT_S), wait_for_workers=False

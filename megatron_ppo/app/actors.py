@@ -18,9 +18,11 @@ from megatron_ppo.config.schema import RunConfig
 from megatron_ppo.data.task import TaskSpec
 from megatron_ppo.inference.environment import engine_environment
 from megatron_ppo.protocol.errors import ConfigError
+from megatron_ppo.protocol.replicas import ReplicaState
 from megatron_ppo.protocol.trajectory import SamplingSettings
 from megatron_ppo.ray_actors.cluster import cluster_gpus, join_cluster, start_local_cluster
 from megatron_ppo.ray_actors.collector_actor import CollectorActor
+from megatron_ppo.ray_actors.engine_keeper import EngineKeeper
 from megatron_ppo.ray_actors.inference_group import InferenceGroup
 from megatron_ppo.ray_actors.rank0 import RayReplaySnapshots, Supervisor
 from megatron_ppo.ray_actors.replay_actor import ReplayActor
@@ -37,24 +39,28 @@ class RunActors:
     replay: Any
     collector: Any
     supervisor: Supervisor
+    keeper: EngineKeeper
 
     def begin(self) -> None:
         """Wait for the engines, start the collector (nothing is reserved before the window opens), watch them all."""
         self.engines.start()
+        self.keeper.start()
         self.supervisor.watch(
             {
-                **self.engines.watch_refs(),
                 self.replay.watch.remote(): "the replay buffer",
                 self.collector.run.remote(): "the collector",
             }
         )
 
     def statistics(self) -> dict[str, float]:
-        """Of the replay buffer now, and of the collector since it started."""
+        """Of the replay buffer and the engines now, and of the collector since it started."""
         call = self.supervisor.call
         buffer = call(self.replay.status.remote(), what="the replay buffer's status", timeout_s=30)
         stats = call(self.collector.stats.remote(), what="the collector's statistics", timeout_s=30)
+        engines = self.engines.table
         return {
+            "engines/healthy": float(len(engines.members(ReplicaState.HEALTHY))),
+            "engines/deaths": float(engines.deaths),
             "train/buffer_size": float(buffer.size),
             "buffer/reserved_groups": float(sum(len(ordinals) for ordinals in buffer.reserved.values())),
             "buffer/pending_prompts": float(len(buffer.pending)),
@@ -66,6 +72,12 @@ class RunActors:
             "collector/window_wait_s": stats.window_wait_s,
             "collector/max_loop_lag_s": stats.max_loop_lag_s,
         }
+
+    def raise_if_lost(self) -> None:
+        """Raise PartDiedError with the cause when an engine died that will not be built again."""
+        if (reason := self.engines.table.exhausted) is not None:
+            self.supervisor.note(reason)
+        self.supervisor.raise_if_failed()
 
     def snapshots(self) -> RayReplaySnapshots:
         """Save and restore of the replay buffer."""
@@ -101,8 +113,10 @@ def run_actors(
             start_timeout_s=config.inference.start_timeout_s,
             gpus_per_worker=1.0 if has_gpus else 0.0,
             engine_target=config.inference.target,
+            max_restarts=config.inference.max_engine_restarts,
         )
         supervisor = Supervisor(abandon=abandon)
+        keeper = EngineKeeper(engines=engines, give_up=supervisor.report)
         try:
             replay = ReplayActor.remote(
                 schedule=derived.schedule,
@@ -127,11 +141,14 @@ def run_actors(
                 log_path=str(directory.log_path("collector")),
                 heartbeat_path=str(directory.heartbeat_path("collector")),
             )
-            actors = RunActors(engines=engines, replay=replay, collector=collector, supervisor=supervisor)
+            actors = RunActors(
+                engines=engines, replay=replay, collector=collector, supervisor=supervisor, keeper=keeper
+            )
             yield actors
             _stop_collector(actors, config.cluster.shutdown_timeout_s)
         finally:
             supervisor.stop()
+            keeper.stop()
             engines.shutdown()
 
 
@@ -237,5 +254,6 @@ def _scoring_settings(config: RunConfig, task: TaskSpec) -> ScoringSettings:
 def _stop_collector(actors: RunActors, timeout_s: float) -> None:
     """The orderly end: acknowledged, so that no rollout is cut off in the middle of a commit."""
     actors.supervisor.stop()
+    actors.keeper.stop()
     actors.supervisor.call(actors.collector.stop.remote(), what="the collector to stop", timeout_s=timeout_s)
     actors.supervisor.call(actors.replay.flush.remote(), what="the ledger to be written", timeout_s=timeout_s)

@@ -290,6 +290,7 @@ class _Job:
     def _begin(self, actors: RunActors | None) -> None:
         assert actors is not None, "only rank 0 has actors"
         actors.begin()
+        self.stages.tell("engines", actors.engines.table.describe)
 
     def abandon(self, message: str) -> None:
         """The main thread is stuck inside a collective and will not meet the failure: say why and go.

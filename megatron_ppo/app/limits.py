@@ -18,8 +18,8 @@ def control_timeout_s(config: RunConfig) -> float:
     longest = max(
         config.cluster.process_group_timeout_s,
         2 * config.cluster.prepare_timeout_s,  # policy and critic
-        config.inference.start_timeout_s,
         2 * GENERATION_TIMEOUT_S,  # the first probe generates, then scores
-        2 * config.refit.timeout_s,
+        # A publication may find every engine being built again, and then forms a group with the first that is up.
+        config.inference.start_timeout_s + 2 * config.refit.timeout_s,
     )
     return longest + CONTROL_MARGIN_S

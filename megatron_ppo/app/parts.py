@@ -27,6 +27,7 @@ from megatron_ppo.loop.identity import Trait
 from megatron_ppo.loop.ports import GroupSource, Refit
 from megatron_ppo.loop.probe import ProbedRefit, sequences_of_run
 from megatron_ppo.loop.recorded import RecordedGroups
+from megatron_ppo.loop.residency import Residency
 from megatron_ppo.loop.validation import EngineValidator
 from megatron_ppo.mcore.parallel import DistributedRuntime
 from megatron_ppo.protocol.errors import ConfigError
@@ -34,6 +35,7 @@ from megatron_ppo.protocol.ports import Scorer
 from megatron_ppo.protocol.trajectory import SamplingSettings
 from megatron_ppo.ray_actors.rank0 import RankZero, RayGroupSource
 from megatron_ppo.refit.agreement import agreement_over
+from megatron_ppo.refit.recovery import RecoveringRefit, RecoveringValidator, sharing_deaths
 from megatron_ppo.rewards.process_pool import IsolatedScorer
 from megatron_ppo.telemetry.display import ProgressDisplay
 from megatron_ppo.telemetry.heartbeat import StageClock
@@ -86,14 +88,15 @@ class PartsBuilder:
     def parts(self, models: Models) -> Parts:
         """All parts of the loop; `models` are those of this rank."""
         telemetry = self._telemetry()
+        refit = self._recovering(self._probed(self._refit(models.policy), models.policy), models.residency)
         return Parts(
             policy=models.policy,
             residency=models.residency,
             critic=models.critic,
             advantage=self._advantage(),
-            groups=self._groups(),
-            refit=self._probed(self._refit(models.policy), models.policy),
-            validator=self._validator(),
+            groups=self._groups(refit),
+            refit=refit,
+            validator=RecoveringValidator(validator=self._validator(), repeat=refit.repeat),
             checkpoints=self._checkpoints(models, notify=telemetry.note),
             telemetry=telemetry,
             scoring=lambda: models.critic.scoring_metrics() | models.policy.scoring_metrics(),
@@ -181,16 +184,28 @@ class PartsBuilder:
             tolerance_nats=self.config.refit.probe_tolerance_nats,
             pad_token_id=task.pad_token_id,
             deadline_s=GENERATION_TIMEOUT_S,
-            on_rank_zero=self.rank_zero.run,
+            on_rank_zero=sharing_deaths(self.rank_zero.run),
         )
 
-    def _groups(self) -> GroupSource:
+    def _recovering(self, refit: Refit, residency: Residency) -> RecoveringRefit:
+        actors = self.actors
+        return RecoveringRefit(
+            refit=refit,
+            engines=actors.engines if actors else None,
+            raise_if_lost=actors.raise_if_lost if actors else _nobody_is_lost,
+            max_retries=self.config.refit.max_retries,
+            on_rank_zero=self.rank_zero.run,
+            publishing=residency.publishing,
+        )
+
+    def _groups(self, refit: RecoveringRefit) -> GroupSource:
         actors = self.actors
         source = RayGroupSource(
             rank_zero=self.rank_zero,
             supervisor=actors.supervisor if actors else None,
             replay=actors.replay if actors else None,
             groups_timeout_s=self.config.cluster.groups_timeout_s,
+            refresh_engines=refit.refresh,
         )
         if self.config.telemetry.record_trajectories:
             return RecordedGroups(
@@ -220,7 +235,7 @@ class PartsBuilder:
             expected_version=self.derived.schedule.version_at,
             seed=config.validation.seed,
             deadline_s=GENERATION_TIMEOUT_S,
-            on_rank_zero=self.rank_zero.run,
+            on_rank_zero=sharing_deaths(self.rank_zero.run),
         )
 
     def _advantage(self) -> Any:
@@ -278,3 +293,7 @@ class PartsBuilder:
     def _statistics(self) -> dict[str, float]:
         assert self.actors is not None, "only rank 0 has actors"
         return self.actors.statistics()
+
+
+def _nobody_is_lost() -> None:
+    """On ranks without actors."""

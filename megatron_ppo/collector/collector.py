@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from megatron_ppo.collector.rollout import GroupRollout
 from megatron_ppo.collector.scoring import Scoring
@@ -23,6 +23,10 @@ from megatron_ppo.protocol.ports import PromptStream, Replay, RolloutEngine
 from megatron_ppo.protocol.trajectory import Reservation, SamplingSettings
 
 logger = logging.getLogger(__name__)
+
+
+async def _at_once() -> None:
+    """An engine that is always there."""
 
 
 class Collector:
@@ -60,6 +64,7 @@ class Collector:
         retry_backoff_s: float = 0.5,
         max_generation_failures: int = 0,
         reserve_timeout_s: float = 0.5,
+        engine_ready: Callable[[], Awaitable[None]] = _at_once,
     ) -> None:
         if max_concurrent_groups < 1:
             raise ValueError(f"max_concurrent_groups must be >= 1, got {max_concurrent_groups}")
@@ -78,6 +83,7 @@ class Collector:
             retry_backoff_s=retry_backoff_s,
             recorder=self._recorder,
             note=replay.note,
+            engine_ready=engine_ready,
         )
         self._replay = replay
         self._max_concurrent_groups = max_concurrent_groups

@@ -45,6 +45,8 @@ class GroupRollout:
         max_retries: further attempts after a GenerationError, and after a ScoringError, which scores the same
             responses again.   retry_backoff_s: wait before the first; it doubles.
         note: is told when a reservation's responses are generated, and when they are scored.
+        engine_ready: awaited before each generation attempt, outside its deadline: an engine that is being built again
+            is waited for and no failure.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class GroupRollout:
         retry_backoff_s: float,
         recorder: StatsRecorder,
         note: Callable[[Reservation, Stage], Awaitable[None]],
+        engine_ready: Callable[[], Awaitable[None]],
     ) -> None:
         self._engine = engine
         self._scoring = scoring
@@ -75,6 +78,7 @@ class GroupRollout:
         self._retry_backoff_s = retry_backoff_s
         self._recorder = recorder
         self._note = note
+        self._engine_ready = engine_ready
 
     def close(self) -> None:
         """Stop taking scoring work; see `Scoring.close`."""
@@ -140,6 +144,7 @@ class GroupRollout:
         ]
 
     async def _generate(self, prompt: Prompt, seeds: Sequence[int]) -> list[Completion]:
+        await self._engine_ready()
         with self._recorder.generating():
             return await self._ask_engine(prompt, seeds)
 

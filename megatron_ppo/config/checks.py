@@ -582,6 +582,14 @@ def _warnings(config: RunConfig) -> Iterator[str]:
             f"refit.probe_tolerance_nats={config.refit.probe_tolerance_nats} is meant for float32; with "
             f"{', '.join(low)} the same-version probe is likely to end the run"
         )
+    if config.inference.max_engine_restarts and not (
+        config.collector.max_retries or schedule.max_generation_failures
+    ):
+        yield (
+            f"inference.max_engine_restarts={config.inference.max_engine_restarts} does not let the run survive an "
+            "engine's death with collector.max_retries=0 and schedule.max_generation_failures=0: the responses that die "
+            "with it are failures"
+        )
     if age > 1:
         yield (
             f"schedule.max_trajectory_age_steps={age} > 1: advantages are estimated on rollouts of a policy "

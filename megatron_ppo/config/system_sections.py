@@ -92,6 +92,13 @@ class InferenceSection(BuiltSection):
         120.0, "A group that takes longer is aborted and retried.", unit="s", gt=0.0
     )
     start_timeout_s: float = setting(600.0, "Longest start of an engine.", unit="s", gt=0.0)
+    max_engine_restarts: int = setting(
+        5,
+        "How often an engine that died is built again in one process of the run; a further death ends the run. 0: the "
+        "first one does.",
+        unit="restarts of one engine",
+        ge=0,
+    )
     engine: dict[str, JsonValue] = setting(doc="Further arguments of vLLM's engine.", default_factory=dict)
 
     def engine_kwargs(self, *, max_model_len: int) -> dict[str, Any]:
@@ -135,6 +142,13 @@ class RefitSection(BuiltSection):
         False, "Engines compare a 64-bit checksum of every tensor with the sender's before they load it."
     )
     timeout_s: float = setting(120.0, "Longest wait for any member of the group.", unit="s", gt=0.0)
+    max_retries: int = setting(
+        1,
+        "Further attempts of a publication that failed or timed out, each over a fresh group; the engines stay paused. "
+        "Attempts that an engine's death has broken are not counted.",
+        unit="attempts",
+        ge=0,
+    )
     probe: bool = setting(True, "After each publish, compare engine and trainer log-probs on fixed tokens.")
     probe_tolerance_nats: float = setting(
         1e-4, "Largest difference that the probe allows.", unit="nats", gt=0.0

@@ -150,6 +150,10 @@ class VllmEngine:
             paused=not self._gate.is_open,
         )
 
+    async def serves(self) -> bool:
+        """Whether a request would be let in now: the engine is alive and has a whole version. Never raises."""
+        return self._llm is not None and not self._llm.errored and self._gate.is_open
+
     async def pids(self) -> tuple[int, ...]:
         """This process first, then the engine core and its workers where they are processes of their own."""
         llm = self._live()

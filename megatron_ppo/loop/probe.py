@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -18,7 +18,7 @@ import torch
 from megatron_ppo.data.batch import TrainBatch
 from megatron_ppo.loop.ports import Metrics, Policy, Refit
 from megatron_ppo.loop.validation import OnRankZero
-from megatron_ppo.protocol.errors import RefitError
+from megatron_ppo.protocol.errors import RefitError, WeightMismatchError
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +26,10 @@ logger = logging.getLogger(__name__)
 class SequenceScorer(Protocol):
     """The engines as rank 0 sees them."""
 
-    def score(self, sequences: Sequence[Sequence[int]], *, deadline_s: float) -> list[list[list[float]]]:
-        """Per replica, per sequence: nats at temperature 1 of every token after the first."""
+    def score(
+        self, sequences: Sequence[Sequence[int]], *, deadline_s: float
+    ) -> Mapping[int, list[list[float]]]:
+        """Per replica that serves, per sequence: nats at temperature 1 of every token after the first."""
         ...
 
 
@@ -36,7 +38,7 @@ class Probe:
     """The scored sequences, and per replica and sequence the engine's log-probs of every token after the first."""
 
     sequences: list[list[int]]
-    by_replica: list[list[list[float]]]
+    by_replica: Mapping[int, list[list[float]]]
 
 
 class ProbedRefit:
@@ -44,7 +46,7 @@ class ProbedRefit:
 
     Args:
         make_sequences: token ids to score; called on rank 0 once, after the first publish, when engines can serve.
-        tolerance_nats: a larger difference is a RefitError; None only reports it.
+        tolerance_nats: a larger difference is a WeightMismatchError; None only reports it.
 
     Invariant: `push` returns only when every replica agrees with the learner within the tolerance.
     """
@@ -72,7 +74,7 @@ class ProbedRefit:
         self._sequences: list[list[int]] | None = None
 
     def push(self, *, version: int) -> Metrics:
-        """Publish, then compare. Adds `probe/max_abs_logprob_diff_nats`. Raises: RefitError."""
+        """Publish, then compare. Adds `probe/max_abs_logprob_diff_nats`. Raises: RefitError, WeightMismatchError."""
         metrics = dict(self._refit.push(version=version))
         probe = self._on_rank_zero(f"same-version probe of version {version}", self._score)
         _check_complete(probe, version)
@@ -80,12 +82,12 @@ class ProbedRefit:
         learner_BT = self._policy.logprobs(batch, temperature=1.0)
         allowed = float("inf") if self._tolerance_nats is None else self._tolerance_nats
         worst = 0.0
-        for replica, rows in enumerate(probe.by_replica):
+        for replica, rows in probe.by_replica.items():
             for row, logprobs in enumerate(rows):
                 mine = learner_BT[row, 1 : 1 + len(logprobs)]
                 difference = float((mine - torch.tensor(logprobs, dtype=torch.float32)).abs().max())
                 if not difference <= allowed:  # in this form a NaN is refused as well
-                    raise RefitError(
+                    raise WeightMismatchError(
                         f"weights of version {version} differ between learner and engine replica {replica}: "
                         f"log-probs of probe sequence {row} differ by {difference:.2e} nats, "
                         f"refit.probe_tolerance_nats allows {self._tolerance_nats}"
@@ -142,7 +144,7 @@ def _are_sequences(stored: object, count: int, longest: int) -> bool:
 def _check_complete(probe: Probe, version: int) -> None:
     """An answer with gaps would agree wherever it says nothing. Raises: RefitError."""
     expected = [len(sequence) - 1 for sequence in probe.sequences]
-    for replica, rows in enumerate(probe.by_replica):
+    for replica, rows in probe.by_replica.items():
         seen = [len(row) for row in rows]
         if seen != expected:
             raise RefitError(

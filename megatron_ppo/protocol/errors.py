@@ -41,6 +41,10 @@ class RefitError(MegatronPPOError):
     """New weights did not reach every engine. The engines stay paused."""
 
 
+class WeightMismatchError(RefitError):
+    """An engine computes something else than the learner does under the same weights. Sending them again is no cure."""
+
+
 class NonFiniteError(MegatronPPOError):
     """A loss, reward or gradient is NaN or infinite; no optimizer step was applied."""
 

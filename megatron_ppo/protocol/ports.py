@@ -53,6 +53,14 @@ class WholeStepEngine(Protocol):
         ...
 
 
+class EngineReplica(RolloutEngine, WholeStepEngine, Protocol):
+    """One of several engines behind the replica router: it may die, and come back."""
+
+    async def serves(self) -> bool:
+        """Whether a request would be served now. False while the engine is dead, is being built, or has no weights."""
+        ...
+
+
 class Scorer(Protocol):
     """The reward function. Pure CPU code; called off the event loop."""
 

@@ -16,7 +16,7 @@ from megatron_ppo.collector.scoring import ScoringSettings
 from megatron_ppo.collector.stats import CollectorStats
 from megatron_ppo.collector.whole_step import StepBatches
 from megatron_ppo.protocol.errors import ConfigError
-from megatron_ppo.ray_actors.inference_group import RayEngineClient
+from megatron_ppo.protocol.ports import EngineReplica
 from megatron_ppo.ray_actors.replay_client import RayReplayClient
 from megatron_ppo.telemetry.heartbeat import Heartbeat
 from megatron_ppo.telemetry.process_log import redirect_process_output
@@ -41,7 +41,7 @@ class CollectorActor:
     def __init__(
         self,
         *,
-        engines: Sequence[RayEngineClient],
+        engines: Sequence[EngineReplica],
         whole_steps: bool = False,
         replay: Any,
         scoring: ScoringSettings,
@@ -52,8 +52,10 @@ class CollectorActor:
     ) -> None:
         redirect_process_output(Path(log_path))
         self._heartbeat = Heartbeat(Path(heartbeat_path), describe=self._describe)
+        self._router = ReplicaRouter(list(engines))
         self._collector = Collector(
-            engine=_whole_steps(engines) if whole_steps else ReplicaRouter(list(engines)),
+            engine=_whole_steps(engines, self._router) if whole_steps else self._router,
+            engine_ready=self._router.available,
             replay=RayReplayClient(replay),
             scoring=scoring.build(),
             prompts=_build(prompts),
@@ -67,6 +69,7 @@ class CollectorActor:
             await self._collector.run()
         finally:
             beating.cancel()
+            await self._router.close()
 
     async def pause(self) -> None:
         """Acknowledged: nothing is dispatched after this until `resume`."""
@@ -91,14 +94,15 @@ class CollectorActor:
             "groups": stats.groups,
             "failures": stats.failures,
             "dropped": stats.dropped,
+            "engines_down": ", ".join(str(replica) for replica in self._router.down) or None,
             "loop_lag_s": round(stats.last_loop_lag_s, 3),
         }
 
 
-def _whole_steps(engines: Sequence[RayEngineClient]) -> StepBatches:
+def _whole_steps(engines: Sequence[EngineReplica], router: ReplicaRouter) -> StepBatches:
     if len(engines) != 1:
         raise ConfigError(f"whole steps go to one engine, got {len(engines)}")
-    return StepBatches(engines[0])
+    return StepBatches(router)
 
 
 def _build(spec: Mapping[str, Any]) -> Any:

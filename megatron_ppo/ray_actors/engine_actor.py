@@ -6,6 +6,8 @@ The engine's class comes in as a dotted path, so that this package imports no vL
 from __future__ import annotations
 
 import importlib
+import os
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,8 +33,13 @@ class EngineActor:
         redirect_process_output(Path(log_path))
         if heartbeat_path is not None:
             Heartbeat(Path(heartbeat_path)).run_in_daemon()
+        self._identity = f"{os.getpid()}-{uuid.uuid4().hex}"
         module, _, name = target.rpartition(".")
         self._engine = getattr(importlib.import_module(module), name)(**kwargs)
+
+    async def identity(self) -> str:
+        """Different for every process that has ever been this actor, because Ray starts it again under one handle."""
+        return self._identity
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Await the engine's method of that name."""

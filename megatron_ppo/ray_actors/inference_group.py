@@ -1,8 +1,9 @@
 """The inference group: engine replicas in Ray actors, as rank 0 (blocking) and the collector (async) see
 them.
 
-`InferenceGroup` lives on trainer rank 0, starts and ends the actors and implements `refit.fleet.EngineFleet`.
-`RayEngineClient` is a `protocol.ports.RolloutEngine` that may be pickled into another actor.
+`InferenceGroup` lives on trainer rank 0, starts, rebuilds and ends the actors and implements `refit.fleet.EngineFleet`,
+`refit.recovery.EngineWatch` and `engine_keeper.Rebuildable`. `RayEngineClient` is a `protocol.ports.EngineReplica` that
+may be pickled into another actor; it stays valid when the replica is built again, because Ray restarts the same actor.
 Invariant: every wait has a limit, and a replica's own error keeps its type on the way to the caller.
 """
 
@@ -11,16 +12,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from megatron_ppo.protocol.errors import EngineDeadError, MegatronPPOError, WaitTimeoutError
+from megatron_ppo.protocol.replicas import Member, ReplicaState, ReplicaTable
 from megatron_ppo.protocol.trajectory import Completion, GroupRequest, SamplingSettings
 from megatron_ppo.protocol.weights import RefitGroupSpec, WeightManifest
 from megatron_ppo.ray_actors.engine_actor import EngineActor
@@ -31,6 +33,8 @@ VLLM_ENGINE = "megatron_ppo.inference.engine.VllmEngine"
 # The engine keeps its own deadlines; this much later its silence itself is the error.
 _GRACE_S = 30.0
 _SHUTDOWN_S = 15.0
+_POLL_S = 0.5
+_IDENTITY_S = 5.0
 
 
 @contextmanager
@@ -48,8 +52,18 @@ def _replica_errors(replica: int, what: str) -> Iterator[None]:
         raise WaitTimeoutError(f"engine replica {replica} did not answer in time: {what}") from None
 
 
+@contextmanager
+def _noting_death(table: ReplicaTable, member: Member, what: str) -> Iterator[None]:
+    try:
+        with _replica_errors(member.replica, what):
+            yield
+    except EngineDeadError as error:
+        table.died(member, str(error))
+        raise
+
+
 class RayEngineClient:
-    """One replica as a `RolloutEngine`. Cheap to pickle."""
+    """One replica as an `EngineReplica`. Cheap to pickle."""
 
     def __init__(self, *, replica: int, handle: Any) -> None:
         self._replica = replica
@@ -87,14 +101,29 @@ class RayEngineClient:
             ray.cancel(ref)
             raise
 
+    async def serves(self) -> bool:
+        """See `EngineReplica.serves`."""
+        try:
+            return bool(await self._handle.call.remote("serves"))
+        except RayError:
+            return False
+
 
 class RayPendingCalls:
-    """One running call per replica; implements `refit.fleet.PendingCalls`."""
+    """One running call per replica; implements `refit.fleet.PendingCalls`.
 
-    def __init__(self, what: str, refs: Sequence[Any]) -> None:
+    Args:
+        what: what is waited for, in messages.   members: whom the calls were made to.   refs: the calls.
+        table: told of the deaths that show in the answers.
+    """
+
+    def __init__(
+        self, what: str, *, members: Sequence[Member], refs: Sequence[Any], table: ReplicaTable
+    ) -> None:
         self._what = what
         self._refs = list(refs)
-        self._replica_of = {ref: replica for replica, ref in enumerate(self._refs)}
+        self._member_of = dict(zip(self._refs, members, strict=True))
+        self._table = table
         self._open = list(self._refs)
 
     def raise_if_failed(self) -> None:
@@ -103,8 +132,7 @@ class RayPendingCalls:
             return
         ready, self._open = ray.wait(self._open, num_returns=len(self._open), timeout=0)
         for ref in ready:
-            with _replica_errors(self._replica_of[ref], self._what):
-                ray.get(ref)
+            self._get(ref)
 
     def wait(self, *, timeout_s: float) -> None:
         """Wait for all calls; the first failure of any ends the wait."""
@@ -116,14 +144,27 @@ class RayPendingCalls:
         while self._open:
             ready, self._open = ray.wait(self._open, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                waiting = sorted(self._replica_of[ref] for ref in self._open)
+                waiting = sorted(self._member_of[ref].replica for ref in self._open)
                 raise WaitTimeoutError(
                     f"waited {timeout_s:.0f} s for {self._what}; engine replicas {waiting} have not answered"
                 )
             for ref in ready:
-                with _replica_errors(self._replica_of[ref], self._what):
-                    ray.get(ref)
+                self._get(ref)
         return ray.get(self._refs)  # type: ignore[no-any-return]
+
+    def _get(self, ref: Any) -> None:
+        with _noting_death(self._table, self._member_of[ref], self._what):
+            ray.get(ref)
+
+
+def _identity(handle: Any) -> str | None:
+    """Of the process behind an actor's handle; None while there is none. Raises: GetTimeoutError."""
+    try:
+        return str(ray.get(handle.identity.remote(), timeout=_IDENTITY_S))
+    except GetTimeoutError:
+        raise
+    except RayError:
+        return None
 
 
 class InferenceGroup:
@@ -138,6 +179,7 @@ class InferenceGroup:
         heartbeat_dir: one file of signs of life per replica, `engine_<replica>.json`; None writes none.
         gpus_per_worker: what Ray reserves; 0 on CPU.
         engine_target: dotted path of the engine's class.
+        max_restarts: how often each replica may be built again after it has died, see `engine_keeper`.
     """
 
     def __init__(
@@ -152,14 +194,17 @@ class InferenceGroup:
         start_timeout_s: float = 600.0,
         gpus_per_worker: float = 0.0,
         engine_target: str = VLLM_ENGINE,
+        max_restarts: int = 0,
     ) -> None:
+        self.table = ReplicaTable(replicas=replicas, max_restarts=max_restarts)
         self._tensor_parallel_size = tensor_parallel_size
         self._start_timeout_s = start_timeout_s
         actor = ray.remote(
             num_cpus=0,
             num_gpus=gpus_per_worker * tensor_parallel_size,
             max_concurrency=1000,
-            max_restarts=0,
+            # Ray keeps the handles valid; how often is counted in the table, together with the deaths of cores.
+            max_restarts=-1 if max_restarts else 0,
             runtime_env={"env_vars": dict(env)},
         )(EngineActor)
         kwargs = {**engine_kwargs, "tensor_parallel_size": tensor_parallel_size}
@@ -172,12 +217,20 @@ class InferenceGroup:
             )
             for replica in range(replicas)
         ]
+        self._refitted: tuple[Member, ...] = ()
+        self._committed: int | None = None
+        self._identities: dict[int, str] = {}
+        self._watches: dict[int, tuple[Member, Any]] = {}
 
     # The actors' processes start in the constructor; `start` only waits. Between the two the caller may build
     # models.
     def start(self) -> None:
         """Build the engines and wait until all are up. Raises: EngineDeadError, WaitTimeoutError."""
         self._call_all("start", what="the engines to start").wait(timeout_s=self._start_timeout_s)
+        for replica, handle in enumerate(self._handles):
+            with _replica_errors(replica, "its start"):
+                self._identities[replica] = ray.get(handle.identity.remote(), timeout=_GRACE_S)
+            self.table.built(replica)
 
     def clients(self) -> list[RayEngineClient]:
         """One client per replica, for the collector."""
@@ -185,12 +238,76 @@ class InferenceGroup:
             RayEngineClient(replica=replica, handle=handle) for replica, handle in enumerate(self._handles)
         ]
 
-    def watch_refs(self) -> dict[Any, str]:
-        """Object ref of a never-ending call -> name of the replica; the ref is ready only when it is dead."""
-        return {
-            handle.call.remote("watch"): f"engine replica {replica}"
-            for replica, handle in enumerate(self._handles)
-        }
+    # engine_keeper.Rebuildable
+
+    def wait_for_death(self, member: Member, *, timeout_s: float) -> str | None:
+        """Why `member` has died; None when it is alive after `timeout_s`."""
+        watched, ref = self._watches.get(member.replica, (None, None))
+        if watched != member:
+            ref = self._call(member, "watch")
+            self._watches[member.replica] = (member, ref)
+        if not ray.wait([ref], timeout=timeout_s)[0]:
+            return None
+        try:
+            with _replica_errors(member.replica, "its watch"):
+                ray.get(ref)
+        except MegatronPPOError as error:
+            return f"{type(error).__name__}: {error}"
+        return "it ended by itself"
+
+    def rebuild(self, replica: int, *, stopping: Callable[[], bool] = lambda: False) -> None:
+        """End what is left of `replica`, let Ray start its actor again and build the engine there.
+
+        Raises: EngineDeadError, WaitTimeoutError.
+        """
+        deadline = time.monotonic() + self._start_timeout_s
+        self._await_new_process(replica, deadline, stopping)
+        start = self._handles[replica].call.remote("start")
+        while not stopping() and not ray.wait([start], timeout=_POLL_S)[0]:
+            if time.monotonic() > deadline:
+                raise WaitTimeoutError(
+                    f"engine replica {replica} was not built again within {self._start_timeout_s:.0f} s"
+                )
+        if not stopping():
+            with _replica_errors(replica, "its rebuild"):
+                ray.get(start)
+
+    def _await_new_process(self, replica: int, deadline: float, stopping: Callable[[], bool]) -> None:
+        """Ray has seen by itself that a process died; that a core died in a living process it does not know."""
+        handle, before = self._handles[replica], self._identities[replica]
+        found: str | None = before
+        with suppress(GetTimeoutError):  # it hangs
+            found = _identity(handle)
+        if found == before:
+            ray.kill(handle, no_restart=False)
+        while found is None or found == before:
+            if stopping():
+                return
+            if time.monotonic() > deadline:
+                raise WaitTimeoutError(
+                    f"engine replica {replica}: its process was not started again within "
+                    f"{self._start_timeout_s:.0f} s"
+                )
+            time.sleep(_POLL_S)
+            with suppress(GetTimeoutError):
+                found = _identity(handle)
+        self._identities[replica] = found
+
+    # refit.recovery.EngineWatch
+
+    @property
+    def deaths(self) -> int:
+        """How many engines have died so far."""
+        return self.table.deaths
+
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether an engine is up without the current version."""
+        return bool(self.table.members(ReplicaState.STALE))
+
+    def wait_for_news(self, *, deaths: int, timeout_s: float) -> None:
+        """Return when more than `deaths` engines have died, or after `timeout_s`."""
+        self.table.wait_for(lambda: self.table.deaths > deaths, timeout_s=timeout_s)
 
     def health(self, *, timeout_s: float = 30.0) -> list[Any]:
         """`inference.engine.EngineHealth` per replica. Raises: EngineDeadError."""
@@ -223,87 +340,140 @@ class InferenceGroup:
         seeds: Sequence[int],
         deadline_s: float,
     ) -> list[Completion]:
-        """One completion per prompt, in order; prompts are dealt to the replicas in turn, in one call each.
+        """One completion per prompt, in order; prompts are dealt to the serving replicas in turn, in one call each.
 
-        Raises: GenerationError, EngineDeadError, WaitTimeoutError.
+
+        Those of a replica that dies meanwhile are dealt again.
+        Raises: GenerationError, WaitTimeoutError; EngineDeadError when no replica serves.
         """
+        deadline = time.monotonic() + deadline_s + _GRACE_S
         requests = [
             GroupRequest(prompt_token_ids=tuple(prompt), seeds=(seed,))
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        replicas = len(self._handles)
-        calls = RayPendingCalls(
-            f"generation for {len(requests)} prompts",
-            [
-                handle.call.remote(
-                    "generate_groups", requests[replica::replicas], sampling=sampling, deadline_s=deadline_s
+        found: dict[int, Completion] = {}
+        while left := [i for i in range(len(requests)) if i not in found]:
+            members = self._serving(f"generation for {len(requests)} prompts")
+            shares = [left[position :: len(members)] for position in range(len(members))]
+            refs = [
+                self._call(
+                    member,
+                    "generate_groups",
+                    [requests[i] for i in share],
+                    sampling=sampling,
+                    deadline_s=deadline_s,
                 )
-                for replica, handle in enumerate(self._handles)
-            ],
-        )
-        shares = calls.results(timeout_s=deadline_s + _GRACE_S)
-        return [shares[i % replicas][i // replicas][0] for i in range(len(requests))]
+                for member, share in zip(members, shares, strict=True)
+            ]
+            for member, share, ref in zip(members, shares, refs, strict=True):
+                with suppress(EngineDeadError), _noting_death(self.table, member, "generation"):
+                    answers = ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
+                    found |= {i: answer for i, [answer] in zip(share, answers, strict=True)}
+        return [found[i] for i in range(len(requests))]
 
-    def score(self, sequences: Sequence[Sequence[int]], *, deadline_s: float) -> list[list[list[float]]]:
-        """Per replica, per sequence: nats at temperature 1 of every token after the first."""
-        calls = self._call_all(
+    def score(self, sequences: Sequence[Sequence[int]], *, deadline_s: float) -> dict[int, list[list[float]]]:
+        """Per serving replica, per sequence: nats at temperature 1 of every token after the first.
+
+        Raises: GenerationError, WaitTimeoutError; EngineDeadError when one of them dies, or none serves.
+        """
+        members = self._serving(f"the scores of {len(sequences)} sequences")
+        calls = self._call_each(
+            members,
             "score",
             [list(sequence) for sequence in sequences],
             deadline_s=deadline_s,
             what="the engines to score",
         )
-        return calls.results(timeout_s=deadline_s + _GRACE_S)
+        scores = calls.results(timeout_s=deadline_s + _GRACE_S)
+        return {member.replica: rows for member, rows in zip(members, scores, strict=True)}
+
+    def _serving(self, what: str) -> tuple[Member, ...]:
+        members = self.table.members(ReplicaState.HEALTHY)
+        if not members:
+            raise EngineDeadError(f"no engine replica serves, for {what}; they are: {self.table.describe()}")
+        return members
 
     # refit.fleet.EngineFleet
 
-    @property
-    def worker_names(self) -> list[str]:
-        """Workers of all replicas, those of replica 0 first."""
+    def muster(self) -> list[str]:
+        """See `EngineFleet.muster`."""
+        table = self.table
+        table.wait_for(
+            lambda: bool(table.live()) or table.exhausted is not None, timeout_s=self._start_timeout_s
+        )
+        self._refitted = table.live()
+        if not self._refitted:
+            raise EngineDeadError(
+                table.exhausted
+                or f"no engine replica came up within {self._start_timeout_s:.0f} s: {table.describe()}"
+            )
         workers = range(self._tensor_parallel_size)
         return [
-            f"engine replica {replica}" + (f", worker {worker}" if len(workers) > 1 else "")
-            for replica in range(len(self._handles))
+            f"{member}"
+            + (f" after {member.deaths} restarts" if member.deaths else "")
+            + (f", worker {worker}" if len(workers) > 1 else "")
+            for member in self._refitted
             for worker in workers
         ]
 
     def join_refit_group(self, spec: RefitGroupSpec) -> RayPendingCalls:
-        """Replica r takes the ranks `spec.rank_offset` + r·tp and following."""
+        """The m-th replica of the muster takes the ranks `spec.rank_offset` + m·tp and following."""
+        offsets = range(spec.rank_offset, spec.world_size, self._tensor_parallel_size)
         return RayPendingCalls(
             "the engines to join the refit group",
-            [
-                handle.call.remote(
-                    "join_refit_group",
-                    replace(spec, rank_offset=spec.rank_offset + replica * self._tensor_parallel_size),
-                )
-                for replica, handle in enumerate(self._handles)
+            members=self._refitted,
+            refs=[
+                self._call(member, "join_refit_group", replace(spec, rank_offset=offset))
+                for member, offset in zip(self._refitted, offsets, strict=True)
             ],
+            table=self.table,
         )
 
     def begin_refit(self, *, mode: Literal["drain", "keep"], timeout_s: float) -> None:
         """Stop sampling on every replica."""
-        calls = self._call_all(
-            "begin_refit", mode=mode, timeout_s=timeout_s, what=f"the engines to pause ({mode})"
+        self.table.paused(self._refitted)
+        calls = self._call_each(
+            self._refitted,
+            "begin_refit",
+            mode=mode,
+            timeout_s=timeout_s,
+            what=f"the engines to pause ({mode})",
         )
         calls.wait(timeout_s=timeout_s + _GRACE_S)
 
     def receive_weights(self, manifest: WeightManifest) -> RayPendingCalls:
         """Let every replica receive."""
-        return self._call_all("receive_weights", manifest, what="the engines to receive weights")
+        return self._call_each(
+            self._refitted, "receive_weights", manifest, what="the engines to receive weights"
+        )
 
     def commit_refit(self, *, version: int, recompute_kv: bool, timeout_s: float) -> None:
         """Make the received weights `version` on every replica."""
-        self._call_all(
+        self._call_each(
+            self._refitted,
             "commit_refit",
             version=version,
             recompute_kv=recompute_kv,
             what=f"the engines to switch to version {version}",
         ).wait(timeout_s=timeout_s)
+        self._committed = version
 
     def end_refit(self, *, timeout_s: float) -> None:
         """Let requests in again on every replica."""
-        self._call_all("end_refit", what="the engines to go on").wait(timeout_s=timeout_s)
+        self._call_each(self._refitted, "end_refit", what="the engines to go on").wait(timeout_s=timeout_s)
+        assert self._committed is not None, "end_refit comes after commit_refit"
+        self.table.serving(self._refitted, version=self._committed)
+
+    def _call(self, member: Member, method: str, *args: object, **kwargs: object) -> Any:
+        return self._handles[member.replica].call.remote(method, *args, **kwargs)
+
+    def _call_each(
+        self, members: Sequence[Member], method: str, *args: object, what: str, **kwargs: object
+    ) -> RayPendingCalls:
+        refs = [self._call(member, method, *args, **kwargs) for member in members]
+        return RayPendingCalls(what, members=members, refs=refs, table=self.table)
 
     def _call_all(self, method: str, *args: object, what: str, **kwargs: object) -> RayPendingCalls:
-        return RayPendingCalls(
-            what, [handle.call.remote(method, *args, **kwargs) for handle in self._handles]
-        )
+        """Every replica, whatever its state."""
+        members = [self.table.member(replica) for replica in range(len(self._handles))]
+        return self._call_each(members, method, *args, what=what, **kwargs)

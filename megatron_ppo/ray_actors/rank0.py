@@ -6,6 +6,7 @@ control group, so that no rank is left waiting in a collective that its peers wi
 
 from __future__ import annotations
 
+import functools
 import logging
 import pickle
 import threading
@@ -76,7 +77,7 @@ def _pickled(result: object, what: str) -> bytes:
 
 
 class Supervisor:
-    """Notices within a second that an actor has died and ends the run with the cause.
+    """Notices within a second that an actor has died and ends the run with the cause. Engines have an `EngineKeeper`.
 
     consumes: one never-ending call per watched process; it becomes ready only when the process is gone or broken.
     produces: the failure, raised in whatever the main thread waits for next; if the main thread does not come by
@@ -87,6 +88,7 @@ class Supervisor:
         self._abandon = abandon
         self._watched: dict[Any, str] = {}
         self._failure: PartDiedError | None = None
+        self._noting = threading.Lock()
         self._met = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
@@ -102,6 +104,22 @@ class Supervisor:
         self._met.set()
         if self._thread.is_alive():
             self._thread.join(timeout=5)
+
+    def note(self, message: str) -> None:
+        """Keep a failure that the caller has noticed; the first one counts."""
+        with self._noting:
+            if self._failure is None and not self._stopping.is_set():
+                self._failure = PartDiedError(message)
+                logger.error("%s", message)
+
+    def report(self, message: str) -> None:
+        """The same from another thread, which waits here until the main thread has met the failure.
+
+        If the main thread does not come by in time, `abandon` ends the process.
+        """
+        self.note(message)
+        if not self._met.wait(ABANDONED_AFTER_S):
+            self._abandon(message)
 
     def raise_if_failed(self) -> None:
         """Raise the failure that was noticed, if any."""
@@ -129,10 +147,7 @@ class Supervisor:
             if self._stopping.is_set():
                 return
             if ready:
-                self._failure = PartDiedError(f"{self._watched[ready[0]]} died: {_describe(ready[0])}")
-                logger.error("%s", self._failure)
-                if not self._met.wait(ABANDONED_AFTER_S):
-                    self._abandon(str(self._failure))
+                self.report(f"{self._watched[ready[0]]} died: {_describe(ready[0])}")
                 return
 
 
@@ -153,7 +168,13 @@ def _describe(ref: Any) -> str:
 
 
 class RayGroupSource:
-    """The learner's side of the replay buffer: rank 0 pops the actor, every rank gets the groups."""
+    """The learner's side of the replay buffer: rank 0 pops the actor, every rank gets the groups.
+
+    Args:
+        groups_timeout_s: longest wait for the groups of a step.
+        refresh_engines: collective; gives the current weights to engines that came up without them, and says whether
+            there were any. The learner waits here for groups that such an engine may be the only one to generate.
+    """
 
     def __init__(
         self,
@@ -162,10 +183,12 @@ class RayGroupSource:
         supervisor: Supervisor | None,
         replay: Any | None,
         groups_timeout_s: float,
+        refresh_engines: Callable[[], bool] = lambda: False,
     ) -> None:
         self._rank_zero = rank_zero
         self._supervisor = supervisor
         self._replay = replay
+        self._refresh_engines = refresh_engines
         self._groups_timeout_s = groups_timeout_s
         self._asked: Any | None = None
 
@@ -173,8 +196,10 @@ class RayGroupSource:
         """The groups of `target_step`. Raises: WaitTimeoutError with the pending prompts, PartDiedError."""
         started = time.monotonic()
         while True:
+            if self._refresh_engines():  # generation begins again only now
+                started = time.monotonic()
             groups = self._rank_zero.run(
-                f"take of step {target_step}", lambda: self._poll(target_step, started)
+                f"take of step {target_step}", functools.partial(self._poll, target_step, started)
             )
             if groups is not None:
                 return groups

@@ -75,6 +75,7 @@ class BroadcastRefit:
         self._timeout_s = timeout_s
         self._agree = agree
         self._group: BroadcastGroup | None = None
+        self._members: tuple[str, ...] = ()
         self._generation = 0
 
     def push(self, *, version: int) -> Metrics:
@@ -84,7 +85,8 @@ class BroadcastRefit:
         same time, and `pause_s` how long no request was served.
 
         After a failure the engines stay paused, see above. A further `push` forms a new generation of the group and
-        sends everything again, which repairs them.
+        sends everything again, which repairs them. So does any push after an engine has died or has come back: the
+        group is always that of the engines that are up, and an engine that is being built skips the version.
         """
         started = time.monotonic()
         self._together(version, "waiting for all trainer ranks", lambda: None)
@@ -130,10 +132,14 @@ class BroadcastRefit:
             raise RefitError(f"refit to version {version} failed while {doing}: {failure}") from cause
 
     def _join(self) -> None:
-        if self._sink is None or self._store is None or self._group is not None:
+        if self._sink is None or self._store is None:
             return
+        names = tuple(self._sink.muster())
+        if self._group is not None and names == self._members:
+            return
+        self.close()  # of the engines that are gone, or have come back
         self._generation += 1
-        names = self._sink.worker_names
+        self._members = names
         spec = self._store.spec(
             generation=self._generation, rank_offset=SENDER_RANK + 1, world_size=1 + len(names)
         )

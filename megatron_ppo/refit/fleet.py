@@ -26,12 +26,14 @@ class PendingCalls(Protocol):
 
 
 class EngineFleet(Protocol):
-    """All engines that take part in a refit."""
+    """All engines that take part in a refit: those that were up at the last `muster`."""
 
-    @property
-    def worker_names(self) -> Sequence[str]:
-        """One name per worker of all engines, for error messages; with the trainer's rank 0 they are the broadcast
-        group, in this order.
+    def muster(self) -> Sequence[str]:
+        """Take in every engine that is up, after waiting for one if none is.
+
+        Returns: one name per worker of these engines; with the trainer's rank 0 they are the broadcast group, in this
+            order. An engine that was built again has another name than before, so equal names are an equal group.
+        Raises: EngineDeadError when no engine comes up in time or ever.
         """
         ...
 

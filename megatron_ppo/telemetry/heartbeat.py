@@ -126,6 +126,7 @@ class StageClock:
     def __init__(self, stage: str = "starting") -> None:
         self._now: tuple[str, int | None, float] = (stage, None, time.time())  # replaced whole: no lock
         self.on_change: Callable[[], None] | None = None
+        self._details: dict[str, Callable[[], str]] = {}  # likewise
 
     def enter(self, stage: str, step: int | None) -> None:
         """Stage `stage` of the row with that number of completed steps has begun."""
@@ -133,10 +134,15 @@ class StageClock:
         if self.on_change is not None:
             self.on_change()
 
+    def tell(self, name: str, detail: Callable[[], str]) -> None:
+        """Add what `detail` says to every description, under `name`; called from the heartbeat's thread."""
+        self._details = {**self._details, name: detail}
+
     def describe(self) -> dict[str, object]:
-        """As the heartbeat's detail: `stage`, `step`, `stage_since_unix_s`."""
+        """As the heartbeat's detail: `stage`, `step`, `stage_since_unix_s`, and what was added by `tell`."""
         stage, step, since_unix_s = self._now
-        return {"stage": stage, "step": step, "stage_since_unix_s": since_unix_s}
+        told = {name: detail() for name, detail in self._details.items()}
+        return {"stage": stage, "step": step, "stage_since_unix_s": since_unix_s, **told}
 
 
 def read_beats(folder: Path) -> list[Beat]:

@@ -72,6 +72,7 @@ class FakeEngine:
         self._length_of = length_of
         self._failures_left = 0
         self._death: str | None = None
+        self._lives = 0
 
     @property
     def version(self) -> int:
@@ -88,8 +89,18 @@ class FakeEngine:
         self._failures_left = count
 
     def die(self, cause: str) -> None:
-        """Stop serving for good: running and later requests raise EngineDeadError."""
+        """Stop serving: running and later requests raise EngineDeadError."""
         self._death = cause
+        self._lives += 1
+
+    def rebuild(self, version: int) -> None:
+        """Serve again, with these weights; what ran when it died stays dead."""
+        require(self._death is not None, "an engine that is alive is not built again")
+        self._death, self._version = None, version
+
+    async def serves(self) -> bool:
+        """See `EngineReplica.serves`."""
+        return self._death is None
 
     async def generate(
         self,
@@ -154,10 +165,11 @@ class FakeEngine:
         ended_by_eos = length < sampling.max_new_tokens
         rng = random.Random(seed)
         tokens, versions = [], []
+        life = self._lives
         for position in range(length):
             await asyncio.sleep(self._token_latency_s)
-            if self._death is not None:
-                raise EngineDeadError(self._death)
+            if self._lives != life:
+                raise EngineDeadError(self._death or "the engine died and was built again")
             last = position == length - 1
             tokens.append(EOS_ID if last and ended_by_eos else rng.randint(FIRST_ID, LAST_ID))
             versions.append(self._version)

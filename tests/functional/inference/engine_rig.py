@@ -77,6 +77,10 @@ class LocalFleet:
         self.worker_names = [f"worker {rank}" for rank in range(num_workers)]
         self.tell = lambda manifest: manifest
 
+    def muster(self) -> list[str]:
+        """See the port."""
+        return self.worker_names
+
     def join_refit_group(self, spec: RefitGroupSpec) -> LocalCalls:
         """See the port."""
         return LocalCalls(self._loop.start(self._engine.join_refit_group(spec)))

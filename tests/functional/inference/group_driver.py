@@ -18,13 +18,13 @@ from pathlib import Path
 from queue import Queue
 
 import psutil
-import ray
 import torch
 
 from megatron_ppo.inference.environment import engine_environment
 from megatron_ppo.protocol.errors import MegatronPPOError
 from megatron_ppo.protocol.trajectory import SamplingSettings
 from megatron_ppo.ray_actors.cluster import start_local_cluster
+from megatron_ppo.ray_actors.engine_keeper import EngineKeeper
 from megatron_ppo.ray_actors.inference_group import InferenceGroup
 from megatron_ppo.refit.broadcast import BroadcastRefit
 from megatron_ppo.transport.broadcast_group import BroadcastStore
@@ -124,6 +124,46 @@ def _stop_an_engine(group: InferenceGroup, core: int, models) -> None:
     _report(repaired_difference=_served(group, models[0]))
 
 
+def _fail_over_and_rebuild(
+    group: InferenceGroup, refit: _InterruptibleRefit, model, first_pids: tuple[int, ...]
+) -> None:
+    """Replica 1 is dead: the other takes the version; then it is rebuilt; then its whole process is killed."""
+    started = time.monotonic()
+    refit.push(8)
+    _report(failover_s=time.monotonic() - started, failover_states=group.table.describe())
+    _report(failover_difference=_served(group, model))
+
+    keeper = EngineKeeper(engines=group, give_up=lambda reason: _report(given_up=reason))
+    keeper.start()
+    _report(rebuilt=group.table.wait_for(lambda: len(group.table.live()) == 2, timeout_s=300))
+    pids = group.pids()[1]
+    _report(
+        rebuilt_elsewhere=set(pids).isdisjoint(first_pids),
+        rebuilt_states=group.table.describe(),
+        rebuilt_refuses=_refused(group, 1),
+        rebuilt_serves=asyncio.run(group.clients()[1].serves()),
+    )
+    refit.push(8)
+    scores = group.score([[1, 2, 3, 4, 5, 6]], deadline_s=60)
+    expected = hf_logprobs(model, [1, 2, 3, 4, 5, 6])
+    _report(
+        back_states=group.table.describe(),
+        back_serves=asyncio.run(group.clients()[1].serves()),
+        back_differences=[
+            max(abs(a - b) for a, b in zip(scores[replica][0], expected, strict=True)) for replica in range(2)
+        ],
+    )
+
+    os.kill(pids[0], signal.SIGKILL)
+    _report(fallen_over_difference=_served(group, model))  # replica 1 dies under these requests
+    back = group.table.wait_for(
+        lambda: group.table.deaths == 2 and len(group.table.live()) == 2, timeout_s=300
+    )
+    refit.push(9)
+    _report(back_after_a_killed_process=back, last_states=group.table.describe())
+    keeper.stop()
+
+
 def _cancel_a_request(group: InferenceGroup) -> int:
     async def scenario() -> None:
         [client, *_] = group.clients()
@@ -160,14 +200,15 @@ def main(folder: Path) -> None:
             },
             env=env,
             log_dir=folder / "logs",
+            max_restarts=2,
         )
         group.start()
-        watched = group.watch_refs()
         sampling = SamplingSettings(max_new_tokens=5)
         _report(
-            before_first_refit=_error_of(
+            before_first_refit=_refused(group, 0),
+            before_first_refit_in_all=_error_of(
                 lambda: group.generate_many([[1, 2]], sampling=sampling, seeds=[1], deadline_s=0.5)
-            )
+            ),
         )
         refit = BroadcastRefit(
             source=HfSource(models[1]), sink=group, store=BroadcastStore(timeout_s=60), timeout_s=60
@@ -179,33 +220,32 @@ def main(folder: Path) -> None:
         _report(
             score_differences=[
                 max(abs(a - b) for a, b in zip(scores[0], expected, strict=True))
-                for scores in group.score([[1, 2, 3, 4, 5, 6]], deadline_s=60)
+                for scores in group.score([[1, 2, 3, 4, 5, 6]], deadline_s=60).values()
             ]
         )
         _report(running_after_cancel=_cancel_a_request(group))
-        _report(watch_ready_while_alive=len(ray.wait(list(watched), timeout=0)[0]))
+        members = group.table.live()
+        _report(deaths_while_alive=[group.wait_for_death(member, timeout_s=0) for member in members])
 
         pids = group.pids()
         _report(processes_per_replica=[len(each) for each in pids])
         _stop_an_engine(group, pids[1][1], models)
 
-        noticed: Queue[tuple[str, float]] = Queue()
+        noticed: Queue[tuple[str | None, float]] = Queue()
 
         def kill() -> None:
             os.kill(pids[1][1], signal.SIGKILL)
             threading.Thread(target=notice, args=(time.monotonic(),), daemon=True).start()
 
         def notice(killed: float) -> None:
-            ready, _ = ray.wait(list(watched), timeout=30)
-            noticed.put((watched[ready[0]], time.monotonic() - killed))
+            noticed.put((group.wait_for_death(members[1], timeout_s=30), time.monotonic() - killed))
 
         refit = _InterruptibleRefit(group, models[1], timeout_s=60)
         error, took_s = refit.interrupted(kill, version=7)
         _report(killed_error=error, killed_s=took_s, killed_other_refuses=_refused(group, 0))
-        name, noticed_s = noticed.get(timeout=60)
-        _report(killed=name, noticed_s=noticed_s, error=_error_of(lambda: group.health()))
-        started = time.monotonic()
-        _report(refit_error=_error_of(lambda: refit.push(8)), refit_error_s=time.monotonic() - started)
+        cause, noticed_s = noticed.get(timeout=60)
+        _report(killed=cause, noticed_s=noticed_s, error=_error_of(lambda: group.health()))
+        _fail_over_and_rebuild(group, refit, models[1], pids[1])
         children = [child.pid for child in psutil.Process().children(recursive=True)]
         _report(done=True, processes=[os.getpid(), *children])
         time.sleep(600)

@@ -59,6 +59,8 @@ def _reports(process: subprocess.Popen[str], log: Path) -> dict[str, Any]:
 def test_an_engine_serves_nothing_before_its_first_refit(driver: Any):
     assert "GenerationError" in driver[1]["before_first_refit"]
     assert "closed by a refit" in driver[1]["before_first_refit"]
+    assert "no engine replica serves" in driver[1]["before_first_refit_in_all"]
+    assert "0 STALE, 1 STALE" in driver[1]["before_first_refit_in_all"]
 
 
 def test_one_refit_reaches_every_replica(driver: Any):
@@ -97,16 +99,34 @@ def test_an_engine_that_dies_in_a_transfer_fails_the_refit_at_once_and_the_other
 def test_a_killed_engine_core_is_noticed_within_seconds_and_named(driver: Any):
     reports = driver[1]
     assert reports["processes_per_replica"] == [2, 2], "each replica is an actor and a spawned engine core"
-    assert reports["watch_ready_while_alive"] == 0
-    assert reports["killed"] == "engine replica 1"
+    assert reports["deaths_while_alive"] == [None, None]
+    assert reports["killed"].startswith("EngineDeadError: engine replica 1: the vLLM engine core died")
     assert reports["noticed_s"] < 5
     assert reports["error"].startswith("EngineDeadError: engine replica 1")
 
 
-def test_a_refit_with_a_dead_replica_fails_at_once(driver: Any):
-    assert driver[1]["refit_error"].startswith("RefitError")
-    assert "EngineDeadError: engine replica 1" in driver[1]["refit_error"]
-    assert driver[1]["refit_error_s"] < 10
+def test_the_next_refit_goes_to_the_replica_that_is_left_and_requests_fail_over_to_it(driver: Any):
+    reports = driver[1]
+    assert reports["failover_s"] < 10, "it did not wait for the dead one"
+    assert reports["failover_states"] == "0 HEALTHY v8, 1 DEAD (died 1x)"
+    assert reports["failover_difference"] < TOLERANCE_NATS
+
+
+def test_a_dead_core_is_rebuilt_in_a_new_process_and_serves_only_with_the_present_weights(driver: Any):
+    reports = driver[1]
+    assert reports["rebuilt"] and reports["rebuilt_elsewhere"]
+    assert reports["rebuilt_states"] == "0 HEALTHY v8, 1 STALE (died 1x)"
+    assert "closed by a refit" in reports["rebuilt_refuses"] and reports["rebuilt_serves"] is False
+    assert reports["back_states"] == "0 HEALTHY v8, 1 HEALTHY v8 (died 1x)" and reports["back_serves"] is True
+    assert max(reports["back_differences"]) < TOLERANCE_NATS
+
+
+def test_a_killed_actor_is_rebuilt_as_well_and_its_requests_are_served_by_the_other(driver: Any):
+    reports = driver[1]
+    assert reports["fallen_over_difference"] < TOLERANCE_NATS
+    assert reports["back_after_a_killed_process"]
+    assert reports["last_states"] == "0 HEALTHY v9, 1 HEALTHY v9 (died 2x)"
+    assert "given_up" not in reports
 
 
 def test_nothing_outlives_a_killed_driver(driver: Any):

@@ -71,6 +71,10 @@ class ReceiverFleet:
         self.hashes: list[dict[str, str]] = []
         self._process = process
 
+    def muster(self) -> list[str]:
+        """See the port."""
+        return self.worker_names
+
     def join_refit_group(self, spec: RefitGroupSpec) -> ReceiverFleet:
         """See the port."""
         self._ask({"join": asdict(spec), "receivers": len(self.worker_names)})

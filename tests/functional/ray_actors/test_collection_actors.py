@@ -13,7 +13,13 @@ from typing import Any
 import pytest
 
 from megatron_ppo.collector.scoring import ScoringSettings
-from megatron_ppo.protocol.errors import GroupMismatchError, MegatronPPOError, PartDiedError, WaitTimeoutError
+from megatron_ppo.protocol.errors import (
+    EngineDeadError,
+    GroupMismatchError,
+    MegatronPPOError,
+    PartDiedError,
+    WaitTimeoutError,
+)
 from megatron_ppo.protocol.ports import Replay
 from megatron_ppo.protocol.schedule import AsyncSchedule
 from megatron_ppo.protocol.trajectory import SamplingSettings
@@ -38,8 +44,15 @@ def fake_engine_process() -> type:
     class FakeEngineProcess:
         def __init__(self) -> None:
             self._engine = FakeEngine(token_latency_s=0.001)
+            self._deadly = 0
 
         async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+            if method == "die_in_next":
+                self._deadly = args[0]
+                return None
+            if method == "generate" and self._deadly:
+                self._deadly -= 1
+                raise EngineDeadError("this prompt kills its engine")
             result = getattr(self._engine, method)(*args, **kwargs)
             return await result if asyncio.iscoroutine(result) else result
 
@@ -92,7 +105,8 @@ def start(cluster: Path) -> Iterator[Callable[[], tuple[Any, Any, Any]]]:
                 "seed": 42,
                 "max_concurrent_groups": 4,
                 "deadline_s": CALL_S,
-                "max_retries": 0,
+                "max_retries": 2,
+                "retry_backoff_s": 0.01,
             },
             log_path=str(cluster / "collector.log"),
             heartbeat_path=str(cluster / "collector.log") + ".beat",
@@ -168,17 +182,37 @@ def test_actor_processes_load_no_torch(start: Callable[[], tuple[Any, Any, Any]]
         assert loaded == []
 
 
-def test_a_dead_engine_reaches_the_learner_with_its_cause(start: Callable[[], tuple[Any, Any, Any]]) -> None:
+def test_a_dead_engine_is_waited_for_and_no_prompt_is_lost(start: Callable[[], tuple[Any, Any, Any]]) -> None:
+    replay, engine, collector = start()
+    collector.run.remote()
+    trained = train(replay, engine, range(1))
+    get(engine.call.remote("die", "engine core was killed"))
+    get(replay.open.remote(step=1, frontier=2))
+    deadline = time.monotonic() + CALL_S
+    while get(collector.stats.remote()).retries == 0:
+        assert time.monotonic() < deadline, "no request met the dead engine"
+        time.sleep(0.05)
+    get(engine.call.remote("rebuild", 1))
+    groups = get(replay.take.remote(target_step=1, timeout_s=CALL_S))
+    trained += [group.ordinal for group in groups]
+    trained += train(replay, engine, range(2, 4))
+    assert sorted(trained) == list(range(4 * PROMPTS))
+    assert get(collector.stats.remote()).failures == 0
+    get(collector.stop.remote())
+
+
+def test_a_prompt_whose_engine_dies_too_often_reaches_the_learner_with_its_cause(
+    start: Callable[[], tuple[Any, Any, Any]],
+) -> None:
     replay, engine, collector = start()
     running = collector.run.remote()
-    train(replay, engine, range(1))
+    get(engine.call.remote("die_in_next", 100))
     begin = time.monotonic()
-    get(engine.call.remote("die", "engine core was killed"))
-    get(engine.call.remote("publish", 1))
-    get(replay.open.remote(step=1, frontier=2))
-    with pytest.raises(PartDiedError, match=r"EngineDeadError: .*engine core was killed"):
-        get(replay.take.remote(target_step=1, timeout_s=CALL_S))
-        get(replay.take.remote(target_step=2, timeout_s=CALL_S))
+    get(replay.open.remote(step=0, frontier=1))
+    with pytest.raises(
+        PartDiedError, match="GenerationError: the engine died during generation: engine replica"
+    ):
+        get(replay.take.remote(target_step=0, timeout_s=CALL_S))
     with pytest.raises(PartDiedError, match="collection failed: prompt ordinal"):
         get(running)
     assert time.monotonic() - begin < NOTICE_S

@@ -1,4 +1,4 @@
-"""Any process of a run is killed: the run ends within 15 s, says why, and leaves nothing behind.
+"""Any process of a run is killed: it survives, or ends within 15 s, says why, and leaves nothing behind.
 
 Deaths of trainer ranks and of everything at once are in `test_kills.py`.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import psutil
 import pytest
-from launcher import Launched
+from launcher import Launched, final_history
 
 pytestmark = [pytest.mark.megatron, pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(400)]
 
@@ -21,8 +21,7 @@ ENDLESS = [
 ]  # fmt: skip
 
 VICTIMS: dict[str, tuple[Callable[[Launched], psutil.Process], str]] = {
-    "engine core": (lambda job: job.find("VLLM::EngineCore"), "engine"),
-    "engine actor": (lambda job: job.find("ray::EngineActor"), "engine"),
+    "engine actor that may not be rebuilt": (lambda job: job.find("ray::EngineActor"), "engine"),
     "collector": (lambda job: job.find("ray::CollectorActor"), "collector"),
     "replay buffer": (lambda job: job.find("ray::ReplayActor"), "replay"),
 }
@@ -31,8 +30,7 @@ VICTIMS: dict[str, tuple[Callable[[Launched], psutil.Process], str]] = {
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_a_killed_process_ends_the_run_with_its_cause(launch: Callable[..., Launched], victim: str) -> None:
     find, cause = VICTIMS[victim]
-    core = "process" if victim == "engine core" else "thread"
-    job = launch(*ENDLESS, f"inference.engine_core={core}")
+    job = launch(*ENDLESS, "inference.max_engine_restarts=0")
     job.wait_for_step(2)
     process = find(job)
 
@@ -46,3 +44,74 @@ def test_a_killed_process_ends_the_run_with_its_cause(launch: Callable[..., Laun
     # The promise is 15 s on a free machine; the test machine runs other jobs, so it asserts no more than twice that.
     assert ended_after_s < 30, job.output
     assert job.survivors(within_s=15) == []
+
+
+def survives(
+    job: Launched, find: Callable[[Launched], list[psutil.Process]], *, deaths: int, steps: int
+) -> str:
+    """Kill what `find` finds in the middle of the run; what was said while the engines were away."""
+    job.wait_for_step(3)
+    for process in find(job):
+        process.send_signal(signal.SIGKILL)
+    killed_after = job.rows()[-1]["step"]
+    assert killed_after < steps - 2, "the run was too fast to be disturbed"
+    status = ""
+
+    def noticed() -> bool:
+        nonlocal status
+        status = (job.run_dir / "heartbeats" / "trainer_rank_0.json").read_text()
+        return "DEAD" in status
+
+    job.wait_for(noticed, "the death to be seen from outside", timeout_s=60)
+    assert job.wait(timeout_s=300) == 0, job.output + job.log_tails()
+
+    rows = job.rows()
+    assert [row["step"] for row in rows if row["step"]] == list(range(1, steps + 1))
+    assert rows[-1]["engines/deaths"] == deaths
+    assert max(row["age/max_versions"] for row in rows if row["step"]) <= 1
+    assert max(row["probe/max_abs_logprob_diff_nats"] for row in rows if "refit/bytes" in row) < 1e-4
+    history = final_history(job.run_dir)
+    trained = [
+        ordinal for step in sorted(history) for ordinal in {record["ordinal"] for record in history[step]}
+    ]
+    assert sorted(trained) == list(range(steps * PROMPTS_PER_STEP)), "a prompt was lost, or trained twice"
+    assert all(record["response"] for records in history.values() for record in records)
+    assert job.survivors(within_s=15) == []
+    return status
+
+
+PROMPTS_PER_STEP = 4
+RECORDED = [
+    "+experiment=cpu_smoke", "telemetry.record_trajectories=true", "validation.period=0", "checkpoint.period=0",
+    "gates.age_in_versions=null",
+]  # fmt: skip
+
+
+def test_a_run_survives_the_death_of_its_only_engine_core_and_loses_no_prompt(
+    launch: Callable[..., Launched],
+) -> None:
+    job = launch(*RECORDED, "run.max_num_steps=16", "inference.engine_core=process")
+    status = survives(job, lambda job: [job.find("VLLM::EngineCore")], deaths=1, steps=16)
+    assert "0 DEAD (died 1x)" in status
+    log = (job.run_dir / "logs" / "trainer_rank_0.log").read_text()
+    for move in ("HEALTHY → DEAD", "DEAD → STALE", "STALE → HEALTHY, version"):
+        assert f"engine replica 0: {move}" in log
+
+
+@pytest.mark.slow
+def test_two_trainer_ranks_survive_the_death_of_one_of_two_engine_processes(
+    launch: Callable[..., Launched],
+) -> None:
+    job = launch(*RECORDED, "run.max_num_steps=60", "inference.replicas=2", nproc=2)
+
+    def one_of_two(job: Launched) -> list[psutil.Process]:
+        job.look()
+        engines = [
+            p for p in job.seen.values() if p.is_running() and "ray::EngineActor" in " ".join(p.cmdline())
+        ]
+        assert len(engines) == 2, job.describe()
+        return engines[:1]
+
+    status = survives(job, one_of_two, deaths=1, steps=60)
+    assert "HEALTHY" in status, "the other one serves"
+    assert job.rows()[-1]["engines/healthy"] >= 1

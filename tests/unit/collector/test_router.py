@@ -69,6 +69,59 @@ def test_a_failed_request_frees_its_load() -> None:
     asyncio.run(scenario())
 
 
+def test_a_request_that_dies_with_its_engine_is_an_attempt_that_failed_and_the_next_goes_elsewhere() -> None:
+    async def scenario() -> None:
+        engines = [FakeEngine(), FakeEngine()]
+        router = ReplicaRouter(engines, look_s=0.001)
+        engines[0].die("its core was killed")
+        with pytest.raises(GenerationError, match="the engine died during generation: its core was killed"):
+            await request(router, 0)
+        assert router.down == (0,) and router.load == (0, 0)
+        for ordinal in range(4):
+            await request(router, ordinal)
+        assert len(engines[1].requests) == 4
+        engines[0].rebuild(version=1)
+        while router.down:
+            await asyncio.sleep(0.001)
+        for ordinal in range(4):
+            await request(router, ordinal)
+        assert len(engines[0].requests) == 1 + 2
+        await router.close()
+
+    asyncio.run(scenario())
+
+
+def test_without_a_replica_that_serves_everybody_waits_and_nobody_fails() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        router = ReplicaRouter([engine], look_s=0.001)
+        engine.die("its core was killed")
+        with pytest.raises(GenerationError):
+            await request(router, 0)
+        waiting = [asyncio.create_task(router.available()), asyncio.create_task(request(router, 1))]
+        _, pending = await asyncio.wait(waiting, timeout=0.05)
+        assert len(pending) == 2 and len(engine.requests) == 1
+        engine.rebuild(version=1)
+        await asyncio.wait_for(asyncio.gather(*waiting), 30)
+        assert len(engine.requests) == 2
+        await router.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_closed_router_looks_after_nobody() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        router = ReplicaRouter([engine], look_s=0.001)
+        engine.die("its core was killed")
+        with pytest.raises(GenerationError):
+            await request(router, 0)
+        await router.close()
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(scenario())
+
+
 def test_a_router_needs_a_replica() -> None:
     with pytest.raises(ValueError, match="at least one engine replica"):
         ReplicaRouter([])

@@ -202,6 +202,14 @@ def test_a_key_that_does_nothing_and_a_tolerance_for_another_format_are_warned_a
     assert derive(changed({**bf16, "refit.probe": False}), 1).warnings == ()
 
 
+def test_restarts_of_engines_that_could_not_save_the_run_are_warned_about() -> None:
+    no_retries = {"collector.max_retries": 0}
+    (warning,) = derive(changed(no_retries), 1).warnings
+    assert "inference.max_engine_restarts=5 does not let the run survive" in warning
+    for change in ({"schedule.max_generation_failures": 3}, {"inference.max_engine_restarts": 0}):
+        assert derive(changed({**no_retries, **change}), 1).warnings == ()
+
+
 def test_a_tensor_size_that_does_not_divide_the_kv_heads_is_allowed_and_its_cost_named() -> None:
     key = "policy.parallelism.tensor_model_parallel_size"
     derived = derive(changed({key: 2}, name="smollm2_135m_chain_sum"), 2)

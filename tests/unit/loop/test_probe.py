@@ -46,7 +46,10 @@ class World:
     """A refit and engines that agree with the learner, unless `spoil` changes what the engines answer."""
 
     def __init__(
-        self, *, replicas: int = 2, spoil: Callable[[list[list[list[float]]]], object] = lambda answer: None
+        self,
+        *,
+        replicas: int = 2,
+        spoil: Callable[[dict[int, list[list[float]]]], object] = lambda answer: None,
     ) -> None:
         self.learner = Learner()
         self.replicas = replicas
@@ -58,7 +61,7 @@ class World:
         self.learner.version = version
         return {"refit/transfer_s": 0.5}
 
-    def score(self, sequences: Sequence[Sequence[int]], *, deadline_s: float) -> list[list[list[float]]]:
+    def score(self, sequences: Sequence[Sequence[int]], *, deadline_s: float) -> dict[int, list[list[float]]]:
         self.events.append("score")
         require(deadline_s == 30.0, f"deadline_s is {deadline_s}")
         rows = [
@@ -69,7 +72,7 @@ class World:
             ]
             for s in sequences
         ]
-        answer = [[list(row) for row in rows] for _ in range(self.replicas)]
+        answer = {replica: [list(row) for row in rows] for replica in range(self.replicas)}
         self.spoil(answer)
         return answer
 
@@ -110,7 +113,7 @@ def test_sequences_are_made_once_after_the_first_publish_and_scored_after_each()
 @pytest.mark.parametrize("replica", [0, 1])
 @pytest.mark.parametrize(("row", "position"), [(0, 0), (0, 2), (1, 0), (2, 3)])
 def test_one_token_of_one_replica_is_enough(replica: int, row: int, position: int) -> None:
-    def spoil(answer: list[list[list[float]]]) -> None:
+    def spoil(answer: dict[int, list[list[float]]]) -> None:
         answer[replica][row][position] += 0.125
 
     with pytest.raises(
@@ -122,7 +125,7 @@ def test_one_token_of_one_replica_is_enough(replica: int, row: int, position: in
 
 
 def shift(nats: float) -> Callable[[list[list[list[float]]]], None]:
-    def spoil(answer: list[list[list[float]]]) -> None:
+    def spoil(answer: dict[int, list[list[float]]]) -> None:
         answer[1][0][1] += nats
 
     return spoil
@@ -162,7 +165,7 @@ def test_the_tolerance_is_inclusive_and_zero_is_a_tolerance(
     ],
 )
 def test_an_answer_with_gaps_does_not_pass(
-    spoil: Callable[[list[list[list[float]]]], object], message: str
+    spoil: Callable[[dict[int, list[list[float]]]], object], message: str
 ) -> None:
     with pytest.raises(RefitError, match=message):
         World(spoil=spoil).probed().push(version=1)

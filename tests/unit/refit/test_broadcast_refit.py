@@ -70,36 +70,42 @@ class Fleet:
     made: ClassVar[list[Fleet]] = []
 
     def __init__(self, engines: int = 2) -> None:
-        self.worker_names = [f"engine {index}" for index in range(engines)]
+        self.up = list(range(engines))
         self.held: list[dict[str, Tensor]] = [{} for _ in range(engines)]
         self.calls: list[str] = []
         self.break_engine_at: int | None = None
         self.break_commit = False
         self.second_may_join = threading.Event()
         self.second_may_join.set()
-        self._groups: list[BroadcastGroup] = []
+        self._groups: dict[int, BroadcastGroup] = {}
         self._pool = ThreadPoolExecutor(2 * engines)
         self.made.append(self)
 
     def leave(self) -> None:
         self.second_may_join.set()
-        for group in self._groups:
+        for group in self._groups.values():
             group.close()
         self._pool.shutdown(wait=False)
 
+    def muster(self) -> list[str]:
+        return [f"engine {index}" for index in self.up]
+
     def join_refit_group(self, spec: RefitGroupSpec) -> Calls:
         self.calls.append(f"join {spec.generation}")
-        assert spec.world_size == 1 + len(self.worker_names)
-        for group in self._groups:
+        assert spec.world_size == 1 + len(self.up)
+        for group in self._groups.values():
             group.close()
-        self._groups = []
+        self._groups = {}
 
-        def join(rank: int) -> None:
-            if rank == spec.rank_offset + 1:
+        def join(rank: int, engine: int) -> None:
+            if engine == 1:
                 self.second_may_join.wait(TIMEOUT_S)
-            self._groups.append(BroadcastGroup(spec, rank=rank, device=CPU))
+            self._groups[engine] = BroadcastGroup(spec, rank=rank, device=CPU)
 
-        return Calls([self._pool.submit(join, spec.rank_offset + i) for i in range(len(self.worker_names))])
+        ranks = range(spec.rank_offset, spec.world_size)
+        return Calls(
+            [self._pool.submit(join, rank, engine) for rank, engine in zip(ranks, self.up, strict=True)]
+        )
 
     def begin_refit(self, *, mode: str, timeout_s: float) -> None:
         self.calls.append(f"begin {mode}")
@@ -113,8 +119,8 @@ class Fleet:
                     raise RefitError("engine 0 is out of memory")
                 self.held[engine] |= dict(tensors)
 
-        assert len(self._groups) == len(self.worker_names), "receive before join"
-        return Calls([self._pool.submit(receive, i, group) for i, group in enumerate(self._groups)])
+        assert sorted(self._groups) == self.up, "receive before join"
+        return Calls([self._pool.submit(receive, i, group) for i, group in self._groups.items()])
 
     def commit_refit(self, *, version: int, recompute_kv: bool, timeout_s: float) -> None:
         self.calls.append(f"commit {version} recompute={recompute_kv}")
@@ -237,6 +243,21 @@ def test_a_push_after_a_failed_one_forms_a_new_generation_and_repairs_the_engine
         "commit 2 recompute=False",
     ]
     _assert_holds(fleet, ranks.sources[0])
+
+
+def test_an_engine_that_is_away_skips_versions_and_is_given_the_present_one_when_it_is_back():
+    fleet = Fleet()
+    ranks = Ranks(fleet)
+    for version, up in ((1, [0, 1]), (2, [0]), (3, [0]), (4, [0, 1])):
+        fleet.up = up
+        for future in ranks.push(version):
+            future.result()
+        assert torch.equal(fleet.held[0]["layer.0"], ranks.sources[0].tensors()["layer.0"])
+        if version == 3:
+            ranks.sources[0].version = 1
+            assert torch.equal(fleet.held[1]["layer.0"], ranks.sources[0].tensors()["layer.0"])
+    _assert_holds(fleet, ranks.sources[1])
+    assert [call for call in fleet.calls if call.startswith("join")] == ["join 1", "join 2", "join 3"]
 
 
 def test_no_engine_goes_on_while_another_could_not_switch():

@@ -1,0 +1,194 @@
+"""Who of the engine replicas may serve, who waits for weights, who is being rebuilt.
+
+DEAD → STALE → HEALTHY, where a refit leads from STALE to HEALTHY; every refit pauses HEALTHY replicas, which are STALE
+until it has succeeded, and any state falls back to DEAD. Driven by the inference group (deaths, refits) and by the
+keeper's threads (rebuilds) on trainer rank 0, and therefore thread-safe.
+
+Invariant: every HEALTHY replica serves one and the same version, the last one that was published.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+logger = logging.getLogger(__name__)
+
+
+class ReplicaState(StrEnum):
+    """DEAD: no engine runs there, or it is being built. STALE: it runs, but serves nothing before a refit has given
+    it the current version. HEALTHY: it serves the current version.
+    """
+
+    DEAD = "DEAD"
+    STALE = "STALE"
+    HEALTHY = "HEALTHY"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One life of a replica. `deaths`: how often it had died before; news of an earlier life is old news."""
+
+    replica: int
+    deaths: int
+
+    def __str__(self) -> str:
+        return f"engine replica {self.replica}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStatus:
+    """State of one replica now. `version` is the one that it serves, or has served; None before its first refit."""
+
+    state: ReplicaState
+    deaths: int
+    version: int | None
+
+
+class ReplicaTable:
+    """The states of all replicas; DEAD at first, because nothing has been built.
+
+    Args:
+        max_restarts: rebuilds of one replica; a further death exhausts the table.
+    """
+
+    def __init__(self, *, replicas: int, max_restarts: int) -> None:
+        if replicas < 1 or max_restarts < 0:
+            raise ValueError(f"needs replicas >= 1 and max_restarts >= 0, got {replicas} and {max_restarts}")
+        self._max_restarts = max_restarts
+        self._replicas = [
+            ReplicaStatus(state=ReplicaState.DEAD, deaths=0, version=None) for _ in range(replicas)
+        ]
+        self._exhausted: str | None = None
+        self._changed = threading.Condition()
+
+    @property
+    def deaths(self) -> int:
+        """Of all replicas, failed rebuilds included."""
+        with self._changed:
+            return sum(status.deaths for status in self._replicas)
+
+    @property
+    def exhausted(self) -> str | None:
+        """Why no rebuild can help any more; None while the run can go on."""
+        return self._exhausted
+
+    def statuses(self) -> tuple[ReplicaStatus, ...]:
+        """Of all replicas, in order."""
+        with self._changed:
+            return tuple(self._replicas)
+
+    def member(self, replica: int) -> Member:
+        """The present life of `replica`."""
+        with self._changed:
+            return Member(replica=replica, deaths=self._replicas[replica].deaths)
+
+    def members(self, *states: ReplicaState) -> tuple[Member, ...]:
+        """The replicas in one of `states`, in order."""
+        with self._changed:
+            return tuple(
+                Member(replica=replica, deaths=status.deaths)
+                for replica, status in enumerate(self._replicas)
+                if status.state in states
+            )
+
+    def live(self) -> tuple[Member, ...]:
+        """The replicas whose engines run: those that take part in a refit."""
+        return self.members(ReplicaState.STALE, ReplicaState.HEALTHY)
+
+    def built(self, replica: int) -> None:
+        """Its engine runs. Raises: ValueError unless it was DEAD."""
+        with self._changed:
+            self._require(replica, ReplicaState.DEAD, "was built")
+            self._set(replica, ReplicaState.STALE)
+
+    def died(self, member: Member, cause: str) -> bool:
+        """Its engine is gone, or could not be built. Returns whether that was news of its present life.
+
+        A replica that is DEAD already has died once more only if a rebuild failed, see `rebuild_failed`.
+        """
+        with self._changed:
+            status = self._replicas[member.replica]
+            if status.deaths != member.deaths or status.state is ReplicaState.DEAD:
+                return False
+            self._count_death(member.replica, cause)
+            return True
+
+    def rebuild_failed(self, replica: int, cause: str) -> None:
+        """The rebuild of a DEAD replica failed, which counts like a death. Raises: ValueError unless it is DEAD."""
+        with self._changed:
+            self._require(replica, ReplicaState.DEAD, "failed to be rebuilt")
+            self._count_death(replica, f"it could not be rebuilt: {cause}")
+
+    def paused(self, members: Iterable[Member]) -> None:
+        """A refit has begun: what still serves stops, and serves nothing until `serving`."""
+        with self._changed:
+            for member in members:
+                if self._is_current(member) and self._state(member) is ReplicaState.HEALTHY:
+                    self._set(member.replica, ReplicaState.STALE)
+
+    def serving(self, members: Iterable[Member], *, version: int) -> None:
+        """A refit of `members` has succeeded. Those that have died meanwhile are left out.
+
+        Raises: ValueError if a replica that did not take part still serves another version.
+        """
+        with self._changed:
+            taking_part = tuple(members)
+            for member in taking_part:
+                if self._is_current(member) and self._state(member) is not ReplicaState.DEAD:
+                    self._set(member.replica, ReplicaState.HEALTHY, version=version)
+            for replica, status in enumerate(self._replicas):
+                if status.state is ReplicaState.HEALTHY and status.version != version:
+                    raise ValueError(
+                        f"engine replica {replica} serves version {status.version} after the refit to version "
+                        f"{version} of {[member.replica for member in taking_part]}"
+                    )
+
+    def wait_for(self, condition: Callable[[], bool], *, timeout_s: float) -> bool:
+        """Wait until `condition`, which may use this table, holds; whether it does."""
+        with self._changed:
+            return self._changed.wait_for(condition, timeout_s)
+
+    def describe(self) -> str:
+        """One line for status and messages: "0 HEALTHY v3, 1 DEAD (died 1x)"."""
+        return ", ".join(
+            f"{replica} {status.state}"
+            + ("" if status.version is None else f" v{status.version}")
+            + (f" (died {status.deaths}x)" if status.deaths else "")
+            for replica, status in enumerate(self.statuses())
+        )
+
+    def _count_death(self, replica: int, cause: str) -> None:
+        status = self._replicas[replica]
+        self._replicas[replica] = replace(status, deaths=status.deaths + 1, version=None)
+        self._set(replica, ReplicaState.DEAD)
+        left = self._max_restarts - status.deaths
+        logger.warning("engine replica %d died: %s; %d restarts left", replica, cause, max(0, left))
+        if left <= 0 and self._exhausted is None:
+            limit = f" (inference.max_engine_restarts={self._max_restarts})" if self._max_restarts else ""
+            self._exhausted = f"engine replica {replica} died: {cause}{limit}"
+
+    def _set(self, replica: int, state: ReplicaState, *, version: int | None = None) -> None:
+        before = self._replicas[replica]
+        kept = before.version if version is None else version
+        self._replicas[replica] = replace(before, state=state, version=kept)
+        # Every refit pauses everybody; what is told is who comes and goes.
+        level = (
+            logging.DEBUG if before.version is not None and state is not ReplicaState.DEAD else logging.INFO
+        )
+        served = "" if version is None else f", version {version}"
+        logger.log(level, "engine replica %d: %s → %s%s", replica, before.state, state, served)
+        self._changed.notify_all()
+
+    def _is_current(self, member: Member) -> bool:
+        return self._replicas[member.replica].deaths == member.deaths
+
+    def _state(self, member: Member) -> ReplicaState:
+        return self._replicas[member.replica].state
+
+    def _require(self, replica: int, state: ReplicaState, what: str) -> None:
+        if (seen := self._replicas[replica].state) is not state:
+            raise ValueError(f"engine replica {replica} {what} while it is {seen}; it must be {state}")

@@ -1,0 +1,101 @@
+"""Keeps the engine replicas alive: notices a death, has the replica built again, gives up after too many.
+
+One thread per replica, on trainer rank 0, beside the main thread, which trains meanwhile. What the threads know is in
+the `ReplicaTable`; a rebuilt replica is STALE there, and the main thread's next refit makes it HEALTHY. Imports no Ray.
+
+Invariant: every death ends in a rebuild or in `give_up`, unless `stop` comes first.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from megatron_ppo.protocol.errors import MegatronPPOError
+from megatron_ppo.protocol.replicas import Member, ReplicaState, ReplicaTable
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+_STOP_LIMIT_S = 5.0
+
+
+class Rebuildable(Protocol):
+    """The engines. `ray_actors.inference_group.InferenceGroup` implements it."""
+
+    @property
+    def table(self) -> ReplicaTable:
+        """Their states."""
+        ...
+
+    def wait_for_death(self, member: Member, *, timeout_s: float) -> str | None:
+        """Why `member` has died; None when it is alive after `timeout_s`."""
+        ...
+
+    def rebuild(self, replica: int, *, stopping: Callable[[], bool]) -> None:
+        """End what is left of `replica` and build it again; returns when it runs, or soon after `stopping`.
+
+        Raises: EngineDeadError, WaitTimeoutError, or whatever building it raises.
+        """
+        ...
+
+
+class EngineKeeper:
+    """The threads.
+
+    Args:
+        engines: all of them built.
+        give_up: called with the cause, from a thread, when a replica will not be built again; may block.
+    """
+
+    def __init__(self, *, engines: Rebuildable, give_up: Callable[[str], None]) -> None:
+        self._engines = engines
+        self._table = engines.table
+        self._give_up = give_up
+        self._stopping = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._keep, args=(replica,), name=f"engine-keeper-{replica}", daemon=True)
+            for replica in range(len(self._table.statuses()))
+        ]
+
+    def start(self) -> None:
+        """Begin to watch."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Rebuild nothing any more; before the engines are ended on purpose. Harmless when repeated."""
+        self._stopping.set()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(timeout=_STOP_LIMIT_S)
+
+    def _keep(self, replica: int) -> None:
+        while not self._stopping.is_set():
+            member = self._table.member(replica)
+            cause = self._engines.wait_for_death(member, timeout_s=LOOK_S)
+            if self._stopping.is_set():
+                return
+            if cause is not None:
+                self._table.died(member, cause)
+            # The main thread may have noticed first, in a call of its own.
+            while self._table.statuses()[replica].state is ReplicaState.DEAD:
+                if (reason := self._table.exhausted) is not None:
+                    self._give_up(reason)
+                    return
+                self._rebuild(replica)
+                if self._stopping.is_set():
+                    return
+
+    def _rebuild(self, replica: int) -> None:
+        logger.info("engine replica %d is built again", replica)
+        try:
+            self._engines.rebuild(replica, stopping=self._stopping.is_set)
+        except MegatronPPOError as error:
+            if not self._stopping.is_set():
+                self._table.rebuild_failed(replica, str(error))
+        else:
+            if not self._stopping.is_set():
+                self._table.built(replica)

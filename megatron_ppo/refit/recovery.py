@@ -1,0 +1,182 @@
+"""A refit, and a validation, that outlive the death of engines and a failure of the transfer.
+
+Implements `loop.ports.Refit` and `loop.ports.Validator` around the real ones. Driven by the training loop on all ranks
+together; rank 0 knows the state of the engines, and every decision is its decision, shared.
+
+Invariant: `push` and `refresh` return only when every engine that is up serves the version, and at least one does. An
+engine that is still being built skips it and waits, without serving, for the next one or for `refresh`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from megatron_ppo.loop.ports import Metrics, Refit, Validator
+from megatron_ppo.loop.validation import OnRankZero
+from megatron_ppo.protocol.errors import EngineDeadError, RefitError, WeightMismatchError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+NEWS_S = 2.0
+"""A broken transfer may be seen earlier than the death that broke it: how long to wait for the news."""
+
+
+class EngineWatch(Protocol):
+    """The states of the engines, on rank 0. `ray_actors.inference_group.InferenceGroup` implements it."""
+
+    @property
+    def deaths(self) -> int:
+        """How many engines have died so far."""
+        ...
+
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether an engine is up without the current version."""
+        ...
+
+    def wait_for_news(self, *, deaths: int, timeout_s: float) -> None:
+        """Return when more than `deaths` engines have died, or after `timeout_s`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Died:
+    reason: str
+
+
+def sharing_deaths(on_rank_zero: OnRankZero[Any]) -> OnRankZero[Any]:
+    """`on_rank_zero` whose EngineDeadError is one on every rank, so that all of them can recover together."""
+
+    def run(what: str, function: Callable[[], T]) -> T:
+        def guarded() -> T | _Died:
+            try:
+                return function()
+            except EngineDeadError as error:
+                return _Died(reason=str(error))
+
+        outcome = on_rank_zero(what, guarded)
+        if isinstance(outcome, _Died):
+            raise EngineDeadError(outcome.reason)
+        return outcome  # type: ignore[no-any-return]
+
+    return run
+
+
+class RecoveringRefit:
+    """Pushes again after a failure, over a new generation of the group.
+
+    Args:
+        refit: the real one; EngineDeadError and RefitError must be raised on all ranks or on none.
+        engines: on rank 0 only, None elsewhere.
+        raise_if_lost: called on rank 0; raises PartDiedError when an engine died that will not be built again.
+        max_retries: further attempts of one push whose failure was not an engine's death. Deaths are limited by the
+            restarts that `engines` allows.
+        on_rank_zero: runs a function on rank 0 and gives every rank its result, or its error.
+        publishing: brings the policy's weights to where they are sent from; for `refresh`, which comes by itself.
+    """
+
+    def __init__(
+        self,
+        *,
+        refit: Refit,
+        engines: EngineWatch | None,
+        raise_if_lost: Callable[[], None],
+        max_retries: int,
+        on_rank_zero: OnRankZero[Any],
+        publishing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        self._refit = refit
+        self._engines = engines
+        self._raise_if_lost = raise_if_lost
+        self._max_retries = max_retries
+        self._on_rank_zero = on_rank_zero
+        self._publishing = publishing
+        self._version: int | None = None
+
+    def push(self, *, version: int) -> Metrics:
+        """As the real one; adds `refit/failed_attempts`.
+
+        Raises: WeightMismatchError at once; the last RefitError after `max_retries`; PartDiedError when an engine died
+            that will not be built again.
+        """
+        self._version = version
+        failures, attempts = 0, 0
+        while True:
+            deaths = self._deaths()
+            try:
+                metrics = self._refit.push(version=version)
+            except WeightMismatchError:
+                raise
+            except (RefitError, EngineDeadError) as error:
+                attempts += 1
+                if self._deaths(news_after=deaths) == deaths:
+                    failures += 1
+                    if failures > self._max_retries:
+                        raise
+                logger.warning("the publication of version %d is tried again: %s", version, error)
+            else:
+                return {**metrics, "refit/failed_attempts": float(attempts)}
+
+    def refresh(self) -> bool:
+        """Push the last version again if an engine is up without it; whether there was one.
+
+        Only while the policy still has the weights of that version: not after its next update has begun.
+        """
+        if self._version is None or not self._ask("a look at the engines", self._lacks_weights):
+            return False
+        self.repeat()
+        return True
+
+    def repeat(self) -> None:
+        """Push the last version again; the limits and errors are those of `push`."""
+        if self._version is None:
+            raise RefitError("nothing has been published yet, so there is nothing to repeat")
+        logger.info("version %d is published again, for engines that came back", self._version)
+        with self._publishing():
+            self.push(version=self._version)
+
+    def _deaths(self, *, news_after: int | None = None) -> int:
+        def count() -> int:
+            engines = self._engines
+            assert engines is not None, "only rank 0 knows the engines"
+            if news_after is not None:
+                engines.wait_for_news(deaths=news_after, timeout_s=NEWS_S)
+            self._raise_if_lost()
+            return engines.deaths
+
+        return self._ask("the state of the engines", count)
+
+    def _lacks_weights(self) -> bool:
+        assert self._engines is not None, "only rank 0 knows the engines"
+        return self._engines.lacks_weights
+
+    def _ask(self, what: str, function: Callable[[], T]) -> T:
+        return self._on_rank_zero(what, function)  # type: ignore[no-any-return]
+
+
+class RecoveringValidator:
+    """Validates again when the last engine that served has died meanwhile. Seeds make it the same validation.
+
+    Args:
+        validator: the real one; its EngineDeadError must be raised on all ranks or on none.
+        repeat: publishes the current version to the engines that are up, see `RecoveringRefit.repeat`.
+    """
+
+    def __init__(self, *, validator: Validator, repeat: Callable[[], None]) -> None:
+        self._validator = validator
+        self._repeat = repeat
+
+    def run(self, *, step: int) -> Metrics:
+        """As the real one."""
+        while True:
+            try:
+                return self._validator.run(step=step)
+            except EngineDeadError as error:
+                logger.warning("the validation after step %d is repeated: %s", step, error)
+                self._repeat()

@@ -1,0 +1,143 @@
+"""The keeper rebuilds what dies, as often as it may, and stops when it is told to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from megatron_ppo.protocol.errors import WaitTimeoutError
+from megatron_ppo.protocol.replicas import Member, ReplicaState, ReplicaTable
+from megatron_ppo.ray_actors import engine_keeper
+from megatron_ppo.ray_actors.engine_keeper import EngineKeeper
+
+LONG_S = 20.0
+
+
+class Engines:
+    """`Rebuildable` with engines that die when told to."""
+
+    def __init__(self, *, replicas: int, max_restarts: int) -> None:
+        self.table = ReplicaTable(replicas=replicas, max_restarts=max_restarts)
+        for replica in range(replicas):
+            self.table.built(replica)
+        self.rebuilds: list[int] = []
+        self.failing_rebuilds = 0
+        self.may_finish = threading.Event()
+        self.may_finish.set()
+        self._deaths: dict[Member, str] = {}
+        self._changed = threading.Condition()
+
+    def kill(self, replica: int, cause: str) -> None:
+        with self._changed:
+            self._deaths[self.table.member(replica)] = cause
+            self._changed.notify_all()
+
+    def wait_for_death(self, member: Member, *, timeout_s: float) -> str | None:
+        with self._changed:
+            self._changed.wait_for(lambda: member in self._deaths, timeout_s)
+            return self._deaths.get(member)
+
+    def rebuild(self, replica: int, *, stopping: Callable[[], bool]) -> None:
+        self.rebuilds.append(replica)
+        while not self.may_finish.wait(0.01):
+            if stopping():
+                return
+        if self.failing_rebuilds:
+            self.failing_rebuilds -= 1
+            raise WaitTimeoutError("no memory is left")
+
+
+class Scene:
+    def __init__(self, *, replicas: int = 2, max_restarts: int = 3) -> None:
+        self.engines = Engines(replicas=replicas, max_restarts=max_restarts)
+        self.given_up: list[str] = []
+        self.keeper = EngineKeeper(engines=self.engines, give_up=self.given_up.append)
+        self.keeper.start()
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + LONG_S
+        while not condition():
+            assert time.monotonic() < deadline, self.engines.table.describe()
+            time.sleep(0.002)
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Scene]]:
+    monkeypatch.setattr(engine_keeper, "LOOK_S", 0.01)
+    made: list[Scene] = []
+
+    def make(**settings: int) -> Scene:
+        made.append(Scene(**settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.keeper.stop()
+
+
+def test_a_dead_replica_is_built_again_and_then_waits_for_weights(scene: Callable[..., Scene]) -> None:
+    run = scene()
+    table = run.engines.table
+    run.engines.kill(1, "its core was killed")
+    run.until(lambda: table.deaths == 1 and bool(table.statuses()[1].state is ReplicaState.STALE))
+    assert run.engines.rebuilds == [1] and run.given_up == []
+    assert table.statuses()[0].deaths == 0
+
+
+def test_a_death_that_the_main_thread_noticed_is_repaired_as_well(scene: Callable[..., Scene]) -> None:
+    run = scene(replicas=1)
+    table = run.engines.table
+    table.died(table.member(0), "a call has failed")
+    run.until(lambda: table.statuses()[0].state is ReplicaState.STALE)
+    assert run.engines.rebuilds == [0] and table.deaths == 1
+
+
+def test_replicas_are_built_side_by_side(scene: Callable[..., Scene]) -> None:
+    run = scene(replicas=3)
+    run.engines.may_finish.clear()
+    for replica in range(3):
+        run.engines.kill(replica, "the host went away")
+    run.until(lambda: sorted(run.engines.rebuilds) == [0, 1, 2])
+    run.engines.may_finish.set()
+    run.until(lambda: len(run.engines.table.live()) == 3)
+
+
+def test_a_failed_rebuild_is_tried_again_and_counts(scene: Callable[..., Scene]) -> None:
+    run = scene(replicas=1, max_restarts=3)
+    run.engines.failing_rebuilds = 2
+    run.engines.kill(0, "its core was killed")
+    table = run.engines.table
+    run.until(lambda: table.deaths == 3 and table.statuses()[0].state is ReplicaState.STALE)
+    assert run.engines.rebuilds == [0, 0, 0] and run.given_up == []
+
+
+def test_the_death_after_the_last_restart_is_given_up_with_its_cause(scene: Callable[..., Scene]) -> None:
+    run = scene(max_restarts=1)
+    for number in range(2):
+        run.until(lambda: run.engines.table.statuses()[0].state is not ReplicaState.DEAD)
+        run.engines.kill(0, f"death {number}")
+        run.until(lambda number=number: run.engines.table.deaths == number + 1)  # type: ignore[misc]
+    run.until(lambda: bool(run.given_up))
+    assert run.given_up == ["engine replica 0 died: death 1 (inference.max_engine_restarts=1)"]
+    assert run.engines.rebuilds == [0]
+
+
+def test_without_restarts_nothing_is_rebuilt(scene: Callable[..., Scene]) -> None:
+    run = scene(max_restarts=0)
+    run.engines.kill(1, "its core was killed")
+    run.until(lambda: bool(run.given_up))
+    assert run.given_up == ["engine replica 1 died: its core was killed"] and run.engines.rebuilds == []
+
+
+def test_a_stop_ends_a_rebuild_that_never_ends(scene: Callable[..., Scene]) -> None:
+    run = scene(replicas=1)
+    run.engines.may_finish.clear()
+    run.engines.kill(0, "its core was killed")
+    run.until(lambda: bool(run.engines.rebuilds))
+    run.keeper.stop()
+    assert not any(thread.name.startswith("engine-keeper") for thread in threading.enumerate())
+    assert run.engines.table.statuses()[0].state is ReplicaState.DEAD, "a rebuild that was cut short is none"
+    assert run.engines.table.deaths == 1 and run.given_up == []

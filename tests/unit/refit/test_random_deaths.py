@@ -1,0 +1,221 @@
+"""Engines die at random moments of a whole run: every prompt is trained once, by responses of fresh enough weights.
+
+Collector, router, replay buffer, table of replicas and the recovering refit are the real ones. The engines are fakes
+that refuse what a real engine would: they let nobody in before a refit has given them the weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from megatron_ppo.collector.collector import Collector
+from megatron_ppo.collector.router import ReplicaRouter
+from megatron_ppo.collector.scoring import ThreadScoring
+from megatron_ppo.protocol.errors import EngineDeadError, PartDiedError, RefitError
+from megatron_ppo.protocol.replicas import ReplicaState, ReplicaTable
+from megatron_ppo.protocol.schedule import AsyncSchedule
+from megatron_ppo.protocol.trajectory import Completion, PromptGroup, SamplingSettings
+from megatron_ppo.refit import recovery
+from megatron_ppo.refit.recovery import RecoveringRefit
+from megatron_ppo.replay.buffer import PromptGroupBuffer
+from megatron_ppo.replay.service import ReplayService
+from megatron_ppo.testing.fakes import FakeEngine, FakePromptStream, FakeScorer, require
+
+SCHEDULES = 200
+LONG_S = 60.0
+GENERATIONS = 2
+
+
+class GatedEngine(FakeEngine):
+    """Built without weights; lets requests in only while it has those that are current everywhere.
+
+    Attributes:
+        served: responses by version.   current: version that the last refit has published.
+    """
+
+    def __init__(self, world: World) -> None:
+        super().__init__(length_of=lambda seed, _: 1 + seed % 5)
+        self.gate = asyncio.Event()
+        self.served: Counter[int] = Counter()
+        self._world = world
+
+    def give(self, version: int) -> None:
+        """A refit: running requests go on under the new weights."""
+        self._version = version
+        self.gate.set()
+
+    def die(self, cause: str) -> None:
+        super().die(cause)
+        self.gate.clear()
+
+    async def serves(self) -> bool:
+        return await super().serves() and self.gate.is_set()
+
+    async def generate(self, *args: Sequence[int], **kwargs: object) -> list[Completion]:
+        if self._death is None:  # a dead one refuses at once
+            await self.gate.wait()
+        require(
+            self._death is not None or self._version == self._world.current,
+            f"a request was let in under version {self._version}, current is {self._world.current}",
+        )
+        completions = await super().generate(*args, **kwargs)  # type: ignore[arg-type]
+        self.served[completions[0].spans[-1].version] += 1
+        return completions
+
+
+class World:
+    """One random run. Implements `Refit` and `EngineWatch` over the fake engines."""
+
+    def __init__(self, seed: int) -> None:
+        rng = self.rng = random.Random(seed)
+        self.schedule = AsyncSchedule(
+            max_num_steps=rng.randint(3, 6),
+            max_trajectory_age_steps=rng.randint(0, 2),
+            policy_training_start_step=rng.randint(0, 2),
+        )
+        self.prompts = rng.randint(1, 3)
+        self.current = -1
+        self.engines = [GatedEngine(self) for _ in range(rng.randint(1, 3))]
+        self.table = ReplicaTable(replicas=len(self.engines), max_restarts=10**6)
+        for replica in range(len(self.engines)):
+            self.table.built(replica)
+        self.buffer = PromptGroupBuffer(
+            schedule=self.schedule,
+            num_prompts_per_step=self.prompts,
+            num_generations_per_prompt=GENERATIONS,
+        )
+        self.replay = ReplayService(self.buffer)
+        self.router = ReplicaRouter(self.engines, look_s=0.0)
+        self.collector = Collector(
+            replay=self.replay,
+            engine=self.router,
+            engine_ready=self.router.available,
+            scoring=ThreadScoring(FakeScorer(), threads=1, deadline_s=LONG_S),
+            prompts=FakePromptStream(),
+            num_generations=GENERATIONS,
+            sampling=SamplingSettings(max_new_tokens=6),
+            seed=seed,
+            max_concurrent_groups=rng.randint(1, 4),
+            deadline_s=LONG_S,
+            max_retries=rng.randint(0, 2),
+            retry_backoff_s=0.0,
+            max_generation_failures=10**6,
+            reserve_timeout_s=0.002,
+        )
+        self.refit = RecoveringRefit(
+            refit=self,
+            engines=self,
+            raise_if_lost=lambda: None,
+            max_retries=1,
+            on_rank_zero=lambda what, function: function(),
+        )
+        self.kills = rng.choice((0.02, 0.1, 0.3))
+
+    # --- Refit and EngineWatch ------------------------------------------------------------------------------
+
+    def push(self, *, version: int) -> Mapping[str, float]:
+        """Some member may die half-way; the others are then paused and do not have the version."""
+        if not self.table.live():
+            self._build(self.rng.randrange(len(self.engines)))  # a real one waits for the keeper here
+        members = self.table.live()
+        self.table.paused(members)
+        for member in members:
+            self.engines[member.replica].gate.clear()
+        if self.rng.random() < self.kills:
+            victim = self.rng.choice(members).replica
+            self._kill(victim)
+            raise self.rng.choice((RefitError, EngineDeadError))(f"engine replica {victim} died in the refit")
+        self.current = version
+        for member in members:
+            self.engines[member.replica].give(version)
+        self.table.serving(members, version=version)
+        return {}
+
+    @property
+    def deaths(self) -> int:
+        return self.table.deaths
+
+    @property
+    def lacks_weights(self) -> bool:
+        return bool(self.table.members(ReplicaState.STALE))
+
+    def wait_for_news(self, *, deaths: int, timeout_s: float) -> None:
+        require(self.table.deaths > deaths, "the refit failed without a death")
+
+    # --- what happens ---------------------------------------------------------------------------------------
+
+    def _kill(self, replica: int) -> None:
+        self.engines[replica].die("killed")
+        self.table.died(self.table.member(replica), "killed")
+
+    def _build(self, replica: int) -> None:
+        self.engines[replica].rebuild(version=-1)
+        self.table.built(replica)
+
+    async def disturb(self) -> None:
+        """Kills engines, and builds them again after a while."""
+        rng = random.Random(self.rng.random())
+        while True:
+            await asyncio.sleep(0)
+            replica = rng.randrange(len(self.engines))
+            dead = self.table.statuses()[replica].state is ReplicaState.DEAD
+            if dead and rng.random() < 0.1:
+                self._build(replica)
+            elif not dead and rng.random() < self.kills / 10:
+                self._kill(replica)
+
+    async def train(self) -> list[PromptGroup]:
+        """What the learner does."""
+        groups: list[PromptGroup] = []
+        self.refit.push(version=0)
+        for step in range(self.schedule.max_num_steps):
+            await self.replay.open(step=step, frontier=self.schedule.frontier(step))
+            taking = asyncio.create_task(self.replay.take(target_step=step, timeout_s=LONG_S))
+            while not taking.done():
+                self.refit.refresh()
+                await asyncio.sleep(0)
+            groups += await taking
+            if self.schedule.trains_policy(step):
+                self.refit.push(version=self.schedule.version_at(step + 1))
+        return groups
+
+
+async def whole_run(seed: int) -> World:
+    world = World(seed)
+    collecting = asyncio.create_task(world.collector.run())
+    disturbing = asyncio.create_task(world.disturb())
+    groups = await asyncio.wait_for(world.train(), LONG_S)
+    disturbing.cancel()
+    await asyncio.gather(disturbing, return_exceptions=True)
+    assert disturbing.cancelled(), disturbing.exception()
+    assert sorted(g.ordinal for g in groups) == list(range(world.schedule.max_num_steps * world.prompts))
+    for group in groups:
+        assert len(group.trajectories) == GENERATIONS
+        age = world.schedule.version_at(group.target_step) - group.min_version
+        assert 0 <= age <= world.schedule.max_trajectory_age_steps
+    world.buffer.ledger.check()
+    await world.replay.fail("end of the test")
+    await asyncio.gather(collecting, return_exceptions=True)
+    assert isinstance(collecting.exception(), PartDiedError)
+    assert "end of the test" in str(collecting.exception()), "the collector must not have failed before"
+    await world.router.close()
+    assert world.collector.stats().in_flight == 0
+    return world
+
+
+def test_no_prompt_is_lost_and_no_engine_serves_old_weights_whenever_engines_die(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recovery, "NEWS_S", 0.0)
+    deaths, retries = 0, 0.0
+    for seed in range(SCHEDULES):
+        world = asyncio.run(whole_run(seed))
+        deaths += world.deaths
+        retries += world.collector.stats().retries + world.collector.stats().failures
+    # Or the test would test nothing.
+    assert deaths > 2 * SCHEDULES and retries > SCHEDULES / 2

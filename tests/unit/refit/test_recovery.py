@@ -1,0 +1,292 @@
+"""What a publication does about engines that die and transfers that fail: again, but not for ever."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from megatron_ppo.protocol.errors import (
+    EngineDeadError,
+    GroupMismatchError,
+    PartDiedError,
+    RefitError,
+    WeightMismatchError,
+)
+from megatron_ppo.protocol.replicas import ReplicaState, ReplicaTable
+from megatron_ppo.refit import recovery
+from megatron_ppo.refit.recovery import RecoveringRefit, RecoveringValidator, sharing_deaths
+
+HEALTHY, STALE = ReplicaState.HEALTHY, ReplicaState.STALE
+
+
+def on_one_rank(what: str, function: Callable[[], Any]) -> Any:
+    return function()
+
+
+class World:
+    """A refit whose attempts do what `attempts` say, and the engines that it addresses."""
+
+    def __init__(self, *attempts: Callable[[World], None], max_restarts: int = 3) -> None:
+        self.table = ReplicaTable(replicas=2, max_restarts=max_restarts)
+        for replica in range(2):
+            self.table.built(replica)
+        self.attempts = list(attempts)
+        self.pushed: list[int] = []
+        self.phases: list[str] = []
+
+    def push(self, *, version: int) -> Mapping[str, float]:
+        self.pushed.append(version)
+        if not (members := self.table.live()):
+            raise EngineDeadError("no engine replica came up")
+        self.table.paused(members)
+        if self.attempts:
+            self.attempts.pop(0)(self)
+        self.table.serving(members, version=version)
+        return {"refit/total_s": 1.0}
+
+    @property
+    def deaths(self) -> int:
+        return self.table.deaths
+
+    @property
+    def lacks_weights(self) -> bool:
+        return bool(self.table.members(STALE))
+
+    def wait_for_news(self, *, deaths: int, timeout_s: float) -> None:
+        self.table.wait_for(lambda: self.table.deaths > deaths, timeout_s=timeout_s)
+
+    def raise_if_lost(self) -> None:
+        if self.table.exhausted is not None:
+            raise PartDiedError(self.table.exhausted)
+
+    @contextmanager
+    def publishing(self) -> Iterator[None]:
+        self.phases.append("begin")
+        yield
+        self.phases.append("end")
+
+    def recovering(self, *, max_retries: int = 1, **changes: Any) -> RecoveringRefit:
+        settings: dict[str, Any] = {
+            "refit": self,
+            "engines": self,
+            "raise_if_lost": self.raise_if_lost,
+            "max_retries": max_retries,
+            "on_rank_zero": on_one_rank,
+            "publishing": self.publishing,
+        }
+        return RecoveringRefit(**{**settings, **changes})
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "NEWS_S", 0.01)
+
+
+def times_out(world: World) -> None:
+    raise RefitError("waited 120 s for all receivers to join")
+
+
+def dies(world: World) -> None:
+    world.table.died(world.table.member(1), "its core was killed")
+    raise RefitError("connection closed by peer")
+
+
+def dies_unseen(world: World) -> None:
+    """The broken connection is seen at once, the death a moment later."""
+    threading.Timer(0.05, lambda: world.table.died(world.table.member(1), "its core was killed")).start()
+    raise RefitError("connection closed by peer")
+
+
+def dies_in_the_probe(world: World) -> None:
+    world.table.died(world.table.member(0), "its core was killed")
+    raise EngineDeadError("engine replica 0: its core was killed")
+
+
+def test_a_refit_that_fails_once_is_tried_again_and_the_row_says_so() -> None:
+    world = World(times_out)
+    assert world.recovering().push(version=5) == {"refit/total_s": 1.0, "refit/failed_attempts": 1.0}
+    assert world.pushed == [5, 5] and len(world.table.members(HEALTHY)) == 2
+
+
+@pytest.mark.parametrize("max_retries", [0, 1, 3])
+def test_after_the_last_retry_the_error_is_raised_and_the_engines_stay_paused(max_retries: int) -> None:
+    world = World(*[times_out] * 9)
+    with pytest.raises(RefitError, match="waited 120 s for all receivers to join"):
+        world.recovering(max_retries=max_retries).push(version=5)
+    assert len(world.pushed) == 1 + max_retries
+    assert world.table.members(HEALTHY) == ()
+
+
+def test_every_publication_has_its_own_retries() -> None:
+    world = World(times_out)
+    refit = world.recovering()
+    refit.push(version=1)
+    world.attempts = [times_out]
+    refit.push(version=2)
+    assert world.pushed == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("attempt", [dies, dies_in_the_probe])
+def test_a_death_during_the_refit_costs_no_retry_and_the_others_get_the_weights(
+    attempt: Callable[[World], None],
+) -> None:
+    world = World(attempt)
+    assert world.recovering(max_retries=0).push(version=5)["refit/failed_attempts"] == 1.0
+    assert len(world.table.members(HEALTHY)) == 1
+
+
+def test_a_death_that_is_noticed_after_the_broken_transfer_costs_no_retry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recovery, "NEWS_S", 30.0)
+    world = World(dies_unseen)
+    world.recovering(max_retries=0).push(version=5)
+    assert world.pushed == [5, 5]
+
+
+def test_a_death_without_a_restart_ends_the_publication_with_its_cause() -> None:
+    world = World(dies, max_restarts=0)
+    with pytest.raises(PartDiedError, match=r"^engine replica 1 died: its core was killed$"):
+        world.recovering(max_retries=9).push(version=5)
+    assert world.pushed == [5]
+
+
+def test_engines_that_compute_something_else_are_not_sent_the_same_weights_again() -> None:
+    def differs(world: World) -> None:
+        raise WeightMismatchError("weights of version 5 differ")
+
+    world = World(differs)
+    with pytest.raises(WeightMismatchError):
+        world.recovering(max_retries=9).push(version=5)
+    assert world.pushed == [5]
+
+
+def test_what_is_no_failure_of_the_refit_is_not_tried_again() -> None:
+    def breaks(world: World) -> None:
+        raise GroupMismatchError("a bug")
+
+    world = World(breaks)
+    with pytest.raises(GroupMismatchError):
+        world.recovering(max_retries=9).push(version=5)
+    assert world.pushed == [5]
+
+
+def test_an_engine_that_came_back_is_given_the_last_version_without_a_new_one() -> None:
+    world = World()
+    refit = world.recovering()
+    assert not refit.refresh(), "nothing was published yet"
+    refit.push(version=3)
+    assert not refit.refresh() and world.phases == []
+    world.table.died(world.table.member(1), "its core was killed")
+    assert not refit.refresh(), "it is not built yet"
+    world.table.built(1)
+    assert refit.refresh()
+    assert world.pushed == [3, 3] and world.phases == ["begin", "end"]
+    assert [status.version for status in world.table.statuses()] == [3, 3]
+    assert not refit.refresh()
+
+
+def test_a_validation_whose_last_engine_dies_is_repeated_after_the_weights_were_sent_again() -> None:
+    world = World()
+    refit = world.recovering()
+    refit.push(version=3)
+    runs: list[int] = []
+
+    class Validator:
+        def run(self, *, step: int) -> Mapping[str, float]:
+            runs.append(step)
+            if len(runs) == 1:
+                for replica in range(2):
+                    world.table.died(world.table.member(replica), "killed")
+                world.table.built(1)
+                raise EngineDeadError("no engine replica serves")
+            return {"validation/accuracy": 0.5}
+
+    validator = RecoveringValidator(validator=Validator(), repeat=refit.repeat)
+    assert validator.run(step=7) == {"validation/accuracy": 0.5}
+    assert runs == [7, 7] and world.pushed == [3, 3]
+
+
+class Ranks:
+    """`RankZero.run` between two threads: the function runs on rank 0, the other one is handed the outcome."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2)
+        self._outcome: tuple[bool, Any] = (False, None)
+
+    def of(self, rank: int) -> Callable[[str, Callable[[], Any]], Any]:
+        def run(what: str, function: Callable[[], Any]) -> Any:
+            if rank == 0:
+                try:
+                    self._outcome = (True, function())
+                except Exception as error:
+                    self._outcome = (False, error)
+            self._barrier.wait(30)
+            succeeded, value = self._outcome
+            self._barrier.wait(30)
+            if succeeded:
+                return value
+            raise value if rank == 0 else PartDiedError(f"rank 0 failed during {what}: {value}")
+
+        return run
+
+
+def test_all_ranks_try_again_together_and_raise_together() -> None:
+    ranks = Ranks()
+    world = World(dies, times_out, times_out)
+    shared = sharing_deaths(ranks.of(0))
+    shared_on_1 = sharing_deaths(ranks.of(1))
+
+    class OnRank1:
+        """The same collective calls as rank 0 makes, without the engines."""
+
+        def push(self, *, version: int) -> Mapping[str, float]:
+            return push_together(shared_on_1, version)
+
+    class OnRank0:
+        def push(self, *, version: int) -> Mapping[str, float]:
+            return push_together(shared, version)
+
+    def push_together(run: Any, version: int) -> Mapping[str, float]:
+        def act() -> str | None:
+            try:
+                world.push(version=version)
+            except RefitError as error:
+                return str(error)
+            return None
+
+        if (failure := run("the push", act)) is not None:
+            raise RefitError(failure)
+        return {}
+
+    refits = [
+        world.recovering(refit=OnRank0(), on_rank_zero=ranks.of(0)),
+        world.recovering(refit=OnRank1(), on_rank_zero=ranks.of(1), engines=None, raise_if_lost=None),
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        outcomes = [pool.submit(refit.push, version=4) for refit in refits]
+    for outcome in outcomes:
+        with pytest.raises(RefitError, match="waited 120 s"):
+            outcome.result()
+    assert world.pushed == [4, 4, 4]
+
+
+def test_a_death_is_one_on_every_rank_and_other_errors_stay_what_they_are() -> None:
+    ranks = Ranks()
+
+    def die() -> None:
+        raise EngineDeadError("engine replica 1: killed")
+
+    def fail() -> None:
+        raise RefitError("something else")
+
+    with ThreadPoolExecutor(2) as pool:
+        for act, expected in ((die, [EngineDeadError] * 2), (fail, [RefitError, PartDiedError])):
+            runs = [sharing_deaths(ranks.of(rank)) for rank in range(2)]
+            outcomes = [pool.submit(run, "the look", act) for run in runs]
+            assert [type(outcome.exception()) for outcome in outcomes] == expected
