@@ -587,8 +587,8 @@ def _warnings(config: RunConfig) -> Iterator[str]:
     ):
         yield (
             f"inference.max_engine_restarts={config.inference.max_engine_restarts} does not let the run survive an "
-            "engine's death with collector.max_retries=0 and schedule.max_generation_failures=0: the responses that die "
-            "with it are failures"
+            "engine's death with collector.max_retries=0 and schedule.max_generation_failures=0: the responses that "
+            "die with it are failures"
         )
     if age > 1:
         yield (

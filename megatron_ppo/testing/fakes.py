@@ -121,7 +121,7 @@ class FakeEngine:
                 if prompt in self.hanging:
                     await asyncio.Event().wait()
                 self._maybe_fail(prompt)
-                return await asyncio.gather(*(self._sample(seed, sampling) for seed in seeds))
+                return await asyncio.gather(*(self._sample(seed, sampling, self._lives) for seed in seeds))
         except TimeoutError as error:
             raise GenerationError(f"the request did not finish within {deadline_s} s") from error
         finally:
@@ -160,12 +160,11 @@ class FakeEngine:
         if prompt in self.failing:
             raise GenerationError(f"requests for the prompt {prompt} fail")
 
-    async def _sample(self, seed: int, sampling: SamplingSettings) -> Completion:
+    async def _sample(self, seed: int, sampling: SamplingSettings, life: int) -> Completion:
         length = self._length_of(seed, sampling.max_new_tokens)
         ended_by_eos = length < sampling.max_new_tokens
         rng = random.Random(seed)
         tokens, versions = [], []
-        life = self._lives
         for position in range(length):
             await asyncio.sleep(self._token_latency_s)
             if self._lives != life:

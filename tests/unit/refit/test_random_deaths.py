@@ -26,7 +26,7 @@ from megatron_ppo.replay.buffer import PromptGroupBuffer
 from megatron_ppo.replay.service import ReplayService
 from megatron_ppo.testing.fakes import FakeEngine, FakePromptStream, FakeScorer, require
 
-SCHEDULES = 200
+SCHEDULES = 100
 LONG_S = 60.0
 GENERATIONS = 2
 
