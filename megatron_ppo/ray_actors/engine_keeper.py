@@ -74,20 +74,17 @@ class EngineKeeper:
 
     def _keep(self, replica: int) -> None:
         while not self._stopping.is_set():
-            member = self._table.member(replica)
-            cause = self._engines.wait_for_death(member, timeout_s=LOOK_S)
-            if self._stopping.is_set():
-                return
-            if cause is not None:
-                self._table.died(member, cause)
             # The main thread may have noticed first, in a call of its own.
-            while self._table.statuses()[replica].state is ReplicaState.DEAD:
+            if self._table.statuses()[replica].state is ReplicaState.DEAD:
                 if (reason := self._table.exhausted) is not None:
                     self._give_up(reason)
                     return
                 self._rebuild(replica)
-                if self._stopping.is_set():
-                    return
+                continue
+            member = self._table.member(replica)
+            cause = self._engines.wait_for_death(member, timeout_s=LOOK_S)
+            if cause is not None and not self._stopping.is_set():
+                self._table.died(member, cause)
 
     def _rebuild(self, replica: int) -> None:
         logger.info("engine replica %d is built again", replica)

@@ -271,6 +271,8 @@ class InferenceGroup:
         if not stopping():
             with _replica_errors(replica, "its rebuild"):
                 ray.get(start)
+        # A watch that was begun in between is one of the old process.
+        self._watches.pop(replica, None)
 
     def _await_new_process(self, replica: int, deadline: float, stopping: Callable[[], bool]) -> None:
         """Ray has seen by itself that a process died; that a core died in a living process it does not know."""

@@ -28,6 +28,8 @@ _SHOWN_METRICS = (
     "age/max_versions",
     "age/mean_versions",
     "train/buffer_size",
+    "engines/healthy",
+    "engines/deaths",
 )
 
 
