@@ -262,6 +262,8 @@ class InferenceGroup:
         """
         deadline = time.monotonic() + self._start_timeout_s
         self._await_new_process(replica, deadline, stopping)
+        if stopping():
+            return
         start = self._handles[replica].call.remote("start")
         while not stopping() and not ray.wait([start], timeout=_POLL_S)[0]:
             if time.monotonic() > deadline:
