@@ -12,7 +12,7 @@ from megatron_ppo.collector.router import ReplicaRouter
 from megatron_ppo.collector.seeds import sample_seed
 from megatron_ppo.collector.stats import StatsRecorder
 from megatron_ppo.protocol.errors import GenerationError
-from megatron_ppo.protocol.trajectory import SamplingSettings
+from megatron_ppo.protocol.trajectory import GroupRequest, SamplingSettings
 from megatron_ppo.testing.fakes import FakeEngine, prompt_ids
 
 no_deadline = settings(deadline=None)  # the machine may be busy; time is not what these tests check
@@ -104,6 +104,23 @@ def test_without_a_replica_that_serves_everybody_waits_and_nobody_fails() -> Non
         engine.rebuild(version=1)
         await asyncio.wait_for(asyncio.gather(*waiting), 30)
         assert len(engine.requests) == 2
+        await router.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_whole_step_that_dies_with_its_engine_is_asked_for_again_when_it_serves() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        router = ReplicaRouter([engine], look_s=0.001)
+        groups = [GroupRequest(prompt_token_ids=tuple(prompt_ids(i)), seeds=(1, 2)) for i in range(3)]
+        first = await router.generate_groups(groups, sampling=SAMPLING, deadline_s=30.0)
+        engine.die("its core was killed")
+        with pytest.raises(GenerationError, match="the engine died during generation"):
+            await router.generate_groups(groups, sampling=SAMPLING, deadline_s=30.0)
+        assert router.load == (0,)
+        engine.rebuild(version=0)
+        assert await router.generate_groups(groups, sampling=SAMPLING, deadline_s=30.0) == first
         await router.close()
 
     asyncio.run(scenario())
