@@ -131,9 +131,7 @@ class ChainSettings:
             f"checkpoint.load_replay_buffer={str(self.load_replay_buffer).lower()}",
             "telemetry.record_trajectories=true", "telemetry.tensorboard=false",
             "validation.period=0", "validation.at_start=false", "validation.at_end=false",
-            "gates.age_in_versions=null",
-            "inference.max_engine_restarts=0",  # every kill has to end the life that it strikes
-            *self.extra,
+            "gates.age_in_versions=null", *self.extra,
         )  # fmt: skip
 
 
