@@ -362,16 +362,21 @@ class Chain:
                 with suppress(OSError, psutil.NoSuchProcess):
                     if mark in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
                         found[int(entry)] = psutil.Process(int(entry))
-        alive = []
-        for process in found.values():
-            with suppress(psutil.NoSuchProcess):
-                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                    alive.append(process)
-        return alive
+        return [process for process in found.values() if is_alive(process)]
 
     def _evidence(self) -> str:
         job = self._running()
         return f"{job.output[-3000:]}{job.log_tails()[-6000:]}"
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it runs, or is dying: it is listed as a zombie while its other threads still hold files and locks."""
+    try:
+        if not process.is_running():
+            return False
+        return process.status() != psutil.STATUS_ZOMBIE or len(os.listdir(f"/proc/{process.pid}/task")) > 1
+    except (psutil.NoSuchProcess, OSError):
+        return False
 
 
 def _named(process: psutil.Process) -> str:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import platform
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import psutil
 import pytest
-from kill_chain import ChainResult, Death
+from kill_chain import ChainResult, Death, is_alive
 from kill_checks import (
     after_a_death,
     at_the_end,
@@ -202,6 +207,30 @@ def test_half_a_save_and_a_late_latest_are_what_a_kill_may_leave(tmp_path: Path)
 def test_a_run_that_still_holds_its_lock_has_not_ended(tmp_path: Path) -> None:
     with open_run(tmp_path, name="demo", config={"run": {"name": "demo"}}, resume="never") as run:
         assert any("lock" in problem for problem in after_a_death(run.directory.path))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of the system call is that of x86-64")
+def test_a_process_that_is_dying_still_counts_while_one_of_its_threads_runs() -> None:
+    """The kernel lists it as a zombie, but its files are open and its locks are held until the last thread is gone."""
+    leader_exits = (
+        "import ctypes, threading, time\n"
+        "threading.Thread(target=lambda: time.sleep(60)).start()\n"
+        "print('started', flush=True)\n"
+        "ctypes.CDLL(None).syscall(ctypes.c_long(60), 0)"  # exit of this thread alone, on x86-64
+    )
+    child = subprocess.Popen([sys.executable, "-c", leader_exits], stdout=subprocess.PIPE, text=True)
+    process = psutil.Process(child.pid)
+    try:
+        assert child.stdout is not None and child.stdout.readline() == "started\n"
+        deadline = time.monotonic() + 30
+        while process.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert is_alive(process)
+    finally:
+        child.kill()
+        child.wait()
+    assert not is_alive(process)
 
 
 def a_death(kill: str, *, outcome: str = "ended") -> Death:
