@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "run.json"
 LOCK_NAME = ".lock"
+DYING_OWNER_S = 20.0
+"""How long a killed owner may take to end, on a machine that is busy."""
 
 # Where a run is stored, whether it is continued and how it is shown do not make it another run.
 DIGEST_IGNORED = frozenset({"run.resume", "run.dir", "telemetry"})
@@ -205,18 +207,23 @@ class OpenRun:
 
 
 class RunLock:
-    """An exclusive kernel lock on the run's lock file, held until `release` or the end of the process."""
+    """An exclusive kernel lock on the run's lock file, held until `release` or the end of the process.
+
+    A killed process keeps it for a moment, until the last of its threads is gone: an owner that is dying is waited for.
+    """
 
     def __init__(self, path: Path) -> None:
         """Take the lock. Raises: RunLockedError when a live process holds it."""
         self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        deadline = time.monotonic() + DYING_OWNER_S
+        while not _locks(self._descriptor):
             owner = os.pread(self._descriptor, 64, 0).decode(errors="replace").strip() or "unknown"
+            if _is_dying(owner) and time.monotonic() < deadline:
+                time.sleep(0.05)
+                continue
             os.close(self._descriptor)
             self._descriptor = None
-            raise RunLockedError(f"{path.parent} is in use by a live process (pid {owner})") from None
+            raise RunLockedError(f"{path.parent} is in use by a live process (pid {owner})")
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
 
@@ -226,6 +233,26 @@ class RunLock:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def _locks(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_dying(owner: str) -> bool:
+    """Whether the process has ended, or is listed as a zombie while other threads of it still run down."""
+    try:
+        # After the name, in parentheses, which may contain anything, comes the state.
+        state = Path(f"/proc/{int(owner)}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return Path("/proc/self/stat").exists()  # elsewhere than on Linux nothing is known
+    except (OSError, ValueError, IndexError):
+        return False
+    return state in "ZX"
 
 
 def config_digest(config: Mapping[str, object]) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -194,6 +196,34 @@ def test_a_live_run_is_never_shared(tmp_path: Path) -> None:
         with open_sort(tmp_path) as second:
             assert second.directory != owner.directory
     assert not is_locked(owner.directory)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of the system call is that of x86-64")
+def test_an_owner_that_is_dying_is_waited_for(tmp_path: Path) -> None:
+    """A killed process keeps its lock until its last thread is gone; a new run must not begin beside the old one."""
+    code = (
+        "import ctypes, sys, threading, time\n"
+        "from pathlib import Path\n"
+        "from megatron_ppo.telemetry.run_dir import open_run\n"
+        "import json\n"
+        "run = open_run(Path(sys.argv[1]), name='sort', config=json.loads(sys.argv[2]), resume='auto')\n"
+        "threading.Thread(target=lambda: time.sleep(1)).start()\n"
+        "print(run.directory.path, flush=True)\n"
+        "ctypes.CDLL(None).syscall(ctypes.c_long(60), 0)\n"  # exit of this thread alone
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path), json.dumps(CONFIG)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert owner.stdout is not None
+        first = owner.stdout.readline().strip()
+        while Path(f"/proc/{owner.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
+        with open_sort(tmp_path) as run:
+            assert run.resumed and str(run.directory.path) == first
+    finally:
+        owner.kill()
+        owner.wait()
 
 
 def test_a_killed_run_leaves_no_lock_and_is_continued(tmp_path: Path) -> None:
