@@ -1,7 +1,7 @@
 """Where a run is, live or dead: python scripts/status.py RUN_DIR [--json]
 
-Reads the run's files only. Exit code: 0 the run is running or finished, 1 it failed, died or a process of it gives no
-sign of life, 2 bad input.
+Reads the run's files only. Exit code: 0 the run is running, stopped or finished, 1 it failed, died or a process of it
+gives no sign of life, 2 bad input.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(json.dumps(status.as_json(), indent=2) if arguments.json else format_status(status))
-    return 0 if status.life in (Life.RUNNING, Life.FINISHED) and not status.silent else 1
+    return 0 if status.life in (Life.RUNNING, Life.STOPPED, Life.FINISHED) and not status.silent else 1
 
 
 if __name__ == "__main__":

@@ -24,22 +24,26 @@ from megatron_ppo.ray_actors.cluster import cluster_gpus, join_cluster, start_lo
 from megatron_ppo.ray_actors.collector_actor import CollectorActor
 from megatron_ppo.ray_actors.engine_keeper import EngineKeeper
 from megatron_ppo.ray_actors.inference_group import InferenceGroup
-from megatron_ppo.ray_actors.rank0 import RayReplaySnapshots, Supervisor
+from megatron_ppo.ray_actors.rank0 import KnownPosition, RayReplaySnapshots, Supervisor
 from megatron_ppo.ray_actors.replay_actor import ReplayActor
 from megatron_ppo.telemetry.run_dir import RunDirectory
 
 logger = logging.getLogger(__name__)
 
+BUFFER = "the replay buffer"
+COLLECTOR = "the collector"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunActors:
-    """Handles that rank 0 holds."""
+    """Handles that rank 0 holds, and what it knows of the replay buffer without asking it."""
 
     engines: InferenceGroup
     replay: Any
     collector: Any
     supervisor: Supervisor
     keeper: EngineKeeper
+    position: KnownPosition
 
     def begin(self) -> None:
         """Wait for the engines, start the collector (nothing is reserved before the window opens), watch them all."""
@@ -47,9 +51,10 @@ class RunActors:
         self.keeper.start()
         self.supervisor.watch(
             {
-                self.replay.watch.remote(): "the replay buffer",
-                self.collector.run.remote(): "the collector",
-            }
+                self.replay.watch.remote(): BUFFER,
+                self.collector.run.remote(): COLLECTOR,
+            },
+            dispensable=(BUFFER, COLLECTOR),
         )
 
     def statistics(self) -> dict[str, float]:
@@ -81,7 +86,12 @@ class RunActors:
 
     def snapshots(self) -> RayReplaySnapshots:
         """Save and restore of the replay buffer."""
-        return RayReplaySnapshots(supervisor=self.supervisor, replay=self.replay, collector=self.collector)
+        return RayReplaySnapshots(
+            supervisor=self.supervisor,
+            replay=self.replay,
+            collector=self.collector,
+            position=self.position,
+        )
 
 
 @contextlib.contextmanager
@@ -142,7 +152,12 @@ def run_actors(
                 heartbeat_path=str(directory.heartbeat_path("collector")),
             )
             actors = RunActors(
-                engines=engines, replay=replay, collector=collector, supervisor=supervisor, keeper=keeper
+                engines=engines,
+                replay=replay,
+                collector=collector,
+                supervisor=supervisor,
+                keeper=keeper,
+                position=KnownPosition(),
             )
             yield actors
             _stop_collector(actors, config.cluster.shutdown_timeout_s)

@@ -11,7 +11,9 @@ import dataclasses
 import datetime
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,20 +24,28 @@ import torch.distributed as dist
 from megatron_ppo.app.actors import RunActors, run_actors
 from megatron_ppo.app.determinism import check_determinism
 from megatron_ppo.app.identity import run_identity
+from megatron_ppo.app.interruption import Interruptions
 from megatron_ppo.app.kernels import choose_kernels
+from megatron_ppo.app.launcher import end_with_launcher, launcher_identity, restart_count
 from megatron_ppo.app.limits import control_timeout_s
 from megatron_ppo.app.loopback import keep_to_loopback
 from megatron_ppo.app.parts import PartsBuilder, refit_backend
-from megatron_ppo.app.termination import is_on_every_rank, is_own_cause, lost_a_peer, terminate_as_exit
+from megatron_ppo.app.termination import (
+    ending_on_signals,
+    is_on_every_rank,
+    is_own_cause,
+    lost_a_peer,
+)
 from megatron_ppo.config.derived import Derived
 from megatron_ppo.config.schema import RunConfig
 from megatron_ppo.data.task import TaskSpec
 from megatron_ppo.data.tasks import build_task, takes_option
 from megatron_ppo.loop.async_ppo import LoopSettings, Parts, train
+from megatron_ppo.loop.checkpoint_folder import CheckpointFolder
 from megatron_ppo.loop.identity import Trait
 from megatron_ppo.loop.ports import Checkpoints
 from megatron_ppo.mcore.parallel import DistributedRuntime, distributed_runtime
-from megatron_ppo.protocol.errors import MegatronPPOError
+from megatron_ppo.protocol.errors import CheckpointError, MegatronPPOError, StopRequested
 from megatron_ppo.ray_actors.rank0 import RankZero
 from megatron_ppo.telemetry.gate_check import print_results
 from megatron_ppo.telemetry.gates import all_passed, evaluate, parse_gates, results_as_json
@@ -54,8 +64,10 @@ def run_job(config: RunConfig, derived: Derived, *, alter: Callable[[Parts], Par
 
     Args:
         alter: replaces parts after they were built; for tests that break one on purpose.
-    Returns: 0 when it finished and every gate passed, otherwise 1 after the cause was printed once, by rank 0.
+    Returns: 0 when it finished and every gate passed, or was stopped by a signal with everything saved; otherwise 1
+        after the cause was printed once, by rank 0.
     """
+    end_with_launcher()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     keep_to_loopback(config)
     with distributed_runtime(timeout_s=config.cluster.process_group_timeout_s) as runtime:
@@ -78,8 +90,25 @@ def run_job(config: RunConfig, derived: Derived, *, alter: Callable[[Parts], Par
                     directory.heartbeat_path(f"trainer_rank_{runtime.rank}"), describe=stages.describe
                 )
                 stages.on_change = heartbeat.wake
-                job = _Job(config, derived, runtime, rank_zero, control, directory, run, terminal, stages)
-                with heartbeat.in_thread(), terminate_as_exit(job.abandon):
+                interruptions = Interruptions(
+                    rank_zero=rank_zero, group=control, world_size=runtime.world_size
+                )
+                job = _Job(
+                    config,
+                    derived,
+                    runtime,
+                    rank_zero,
+                    control,
+                    directory,
+                    run,
+                    terminal,
+                    stages,
+                    interruptions,
+                )
+                signals = ending_on_signals(
+                    request=job.request_end, can_wait=job.can_wait, abandon=job.abandon
+                )
+                with heartbeat.in_thread(), signals:
                     return job.run(alter)
 
 
@@ -93,7 +122,12 @@ def _run_directory(
     def open_on_rank_zero() -> RunDirectory:
         opened.append(
             open_run(
-                config.run.directory, name=config.run.name, config=config.resolved(), resume=config.run.resume
+                config.run.directory,
+                name=config.run.name,
+                config=config.resolved(),
+                resume=config.run.resume,
+                launcher=launcher_identity(),
+                restarted=restart_count() > 0,
             )
         )
         clear_beats(opened[0].directory.heartbeats_dir)
@@ -121,7 +155,12 @@ def _last_save(checkpoints: Checkpoints) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Job:
-    """What the steps of building a job share."""
+    """What the steps of building a job share.
+
+    Attributes:
+        training, ending: the loop has begun, has ended; between them a signal can wait for the end of a step.
+        lonely: when a signal came, another rank of this host was gone.
+    """
 
     config: RunConfig
     derived: Derived
@@ -132,28 +171,88 @@ class _Job:
     opened: OpenRun | None
     terminal: TextIO
     stages: StageClock
+    interruptions: Interruptions
+    training: threading.Event = dataclasses.field(default_factory=threading.Event)
+    ending: threading.Event = dataclasses.field(default_factory=threading.Event)
+    lonely: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     def run(self, alter: Callable[[Parts], Parts] | None) -> int:
         self._announce()
         try:
-            with self._parts() as (settings, parts):
-                parts = alter(parts) if alter else parts
-                with _last_save(parts.checkpoints):
-                    train(settings, self.derived.schedule, parts)
+            if not self.rank_zero.run("the state of the run", self._is_finished):
+                self._train(alter)
             passed = self.rank_zero.run("the gates", self._judge)
+        except StopRequested as stop:
+            return self._stopped(str(stop))
         except (
             Exception
         ) as error:  # the process boundary: the cause goes to the terminal, the trace to the log
             logger.exception("the run failed")
             self._report(error)
             return FAILED
-        except (SystemExit, KeyboardInterrupt) as signalled:
-            logger.warning("stopped by a signal", exc_info=signalled)
-            self._fail("stopped by a signal; if another trainer rank failed, it says why")
-            return 130 if isinstance(signalled, KeyboardInterrupt) else int(signalled.code or FAILED)
+        except SystemExit as signalled:
+            return self._left(signalled)
         if self.opened is not None:
             self.opened.finish()
         return 0 if passed else FAILED
+
+    def _train(self, alter: Callable[[Parts], Parts] | None) -> None:
+        with self._parts() as (settings, parts):
+            parts = alter(parts) if alter else parts
+            with _last_save(parts.checkpoints), self._training():
+                train(settings, self.derived.schedule, parts)
+
+    def _is_finished(self) -> bool:
+        return self.opened is not None and self.opened.finished
+
+    @contextlib.contextmanager
+    def _training(self) -> Iterator[None]:
+        """While the main thread will come to the end of a step."""
+        self.training.set()
+        try:
+            yield
+        finally:
+            self.ending.set()
+
+    def can_wait(self) -> bool:
+        """Whether a signal can wait for the end of the step; asked from another thread, at each signal."""
+        if self.interruptions.a_peer_is_gone():
+            self.lonely.set()
+        return self.training.is_set() and not self.ending.is_set() and not self.lonely.is_set()
+
+    def request_end(self, signum: int) -> None:
+        """A signal can wait for the end of the step; told from another thread."""
+        name = signal.Signals(signum).name
+        logger.warning("%s: the run ends after this step", name)
+        self._say(f"{name}: ending after this step, with a checkpoint; a second signal ends at once")
+        self.interruptions.request(signum)
+
+    def _stopped(self, reason: str) -> int:
+        """Every rank is here together, and the state of the last step boundary is saved."""
+        if self.opened is not None:
+            self.opened.stop(reason)
+            self._write(f"{reason}; {self._how_to_go_on()}")
+        return 0
+
+    def _left(self, signalled: SystemExit) -> int:
+        """A signal that did not wait has unwound the stack, on this rank alone perhaps."""
+        logger.warning("a signal has ended the run", exc_info=signalled)
+        if not self.training.is_set() and not self.lonely.is_set():
+            return self._stopped("stopped by a signal before its first step")
+        self._fail("ended at once by a signal; if another trainer rank failed, it says why")
+        return int(signalled.code or FAILED)
+
+    def _how_to_go_on(self) -> str:
+        """What continues this run, from where."""
+        where = f"run.resume={self.directory.path}"
+        again = f"the same command, or {where}," if self.config.run.resume == "auto" else f"adding {where}"
+        try:
+            newest = CheckpointFolder(self.directory.checkpoints_dir).choose({}).newest
+        except (CheckpointError, OSError) as error:
+            return f"its checkpoints cannot be read: {error}"
+        if newest is None:
+            return f"it has no checkpoint yet: {again} starts over"
+        return f"{again} continues from step {newest.removeprefix('step_')}"
 
     def _report(self, error: Exception) -> None:
         """The cause, once: by rank 0, or by the rank that failed alone."""
@@ -168,13 +267,15 @@ class _Job:
             )
 
     def _fail(self, reason: str) -> None:
-        self._say(f"FAILED: {reason}\nlogs: {self.directory.logs_dir}")
+        if self.runtime.rank == 0:
+            self._write(f"FAILED: {reason}\nlogs: {self.directory.logs_dir}\n{self._how_to_go_on()}")
         if self.opened is not None:
             self.opened.fail(reason)
 
     def _announce(self) -> None:
         verb = "continuing" if self.opened is not None and self.opened.resumed else "starting"
-        self._say(f"{verb} {self.config.run.name} in {self.directory.path}")
+        again = f" (restart {restart_count()} of its launcher)" if restart_count() else ""
+        self._say(f"{verb} {self.config.run.name} in {self.directory.path}{again}")
         for warning in self.derived.warnings:
             self._say(f"warning: {warning}")
 
@@ -227,6 +328,7 @@ class _Job:
                 identity=self._identity(task, policy_folder, critic_folder),
                 stack=stack,
                 stages=self.stages,
+                interruptions=self.interruptions,
             )
             yield builder.loop_settings(), builder.parts(models)
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ppo.app.actors import RunActors, validation_sampling
+from megatron_ppo.app.interruption import Interruptions
 from megatron_ppo.app.limits import GENERATION_TIMEOUT_S
 from megatron_ppo.config.derived import Derived
 from megatron_ppo.config.schema import RunConfig
@@ -69,6 +70,7 @@ class PartsBuilder:
         terminal: where rank 0 shows progress.   actors: on rank 0 only.
         identity: what a checkpoint is compared by.
         stack: closes what the parts open.   stages: told what this rank is doing.
+        interruptions: what ends the run between two steps.
     """
 
     config: RunConfig
@@ -84,6 +86,7 @@ class PartsBuilder:
     identity: Mapping[str, Trait]
     stack: contextlib.ExitStack
     stages: StageClock
+    interruptions: Interruptions
 
     def parts(self, models: Models) -> Parts:
         """All parts of the loop; `models` are those of this rank."""
@@ -101,6 +104,7 @@ class PartsBuilder:
             telemetry=telemetry,
             scoring=lambda: models.critic.scoring_metrics() | models.policy.scoring_metrics(),
             observe=lambda: self.rank_zero.run("the actors' statistics", self._statistics),
+            check_interrupted=self._check_interrupted,
         )
 
     def loop_settings(self) -> LoopSettings:
@@ -206,6 +210,8 @@ class PartsBuilder:
             replay=actors.replay if actors else None,
             groups_timeout_s=self.config.cluster.groups_timeout_s,
             refresh_engines=refit.refresh,
+            position=actors.position if actors else None,
+            check_interrupted=self._check_interrupted,
         )
         if self.config.telemetry.record_trajectories:
             return RecordedGroups(
@@ -272,7 +278,7 @@ class PartsBuilder:
         return RunCheckpoints(
             folder=self.directory.checkpoints_dir,
             resume=self.resumed,
-            required=self.resumed and config.run.resume != "auto",
+            required=self.resumed and config.run.resume not in ("auto", "never"),
             retention=Retention(
                 keep=checkpoint.keep,
                 keep_best=checkpoint.keep_best,
@@ -289,6 +295,9 @@ class PartsBuilder:
             version_at=self.derived.schedule.version_at,
             on_rank_zero=self.rank_zero.run,
         )
+
+    def _check_interrupted(self) -> None:
+        self.interruptions.check(self.actors.raise_if_lost if self.actors else _nobody_is_lost)
 
     def _statistics(self) -> dict[str, float]:
         assert self.actors is not None, "only rank 0 has actors"

@@ -1,7 +1,9 @@
 """How a trainer process ends on a signal, and which of several ranks' failures says what went wrong.
 
-Driven by `app.job` on the main thread of every rank. Invariant: SIGTERM ends the process within `LEAVE_AFTER_S`
-of the end of whatever the main thread can be interrupted in, and at once after that limit where it cannot.
+Driven by `app.job` on the main thread of every rank. The first signal asks the run to end between two steps; a second
+one, or one that arrives when no step boundary can be reached, unwinds the stack. Invariant: a process that is to unwind
+ends within `LEAVE_AFTER_S` of the end of whatever the main thread can be interrupted in, and at once after that limit
+where it cannot.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from megatron_ppo.protocol.errors import (
@@ -19,15 +22,22 @@ from megatron_ppo.protocol.errors import (
     PartDiedError,
     RefitError,
     StaleGroupError,
+    StopRequested,
+    WaitTimeoutError,
 )
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 LEAVE_AFTER_S = 6.0
 """A main thread that has not met the signal by then is inside a collective that its peers have left."""
+SAME_REQUEST_S = 1.0
+"""A batch system may signal launcher and ranks, and the launcher passes its own signal on: one request, not two."""
 
 # Raised on all ranks together, with a message of its own on rank 0.
 _ON_EVERY_RANK = (
     CheckpointError,
     PartDiedError,
+    WaitTimeoutError,
+    StopRequested,
     NonFiniteError,
     RefitError,
     StaleGroupError,
@@ -42,40 +52,89 @@ _LOST_PEER = (
 )
 
 
+class _SignalWatch:
+    """Decides what each signal means, in a thread of its own: the main thread may be inside a C call for long."""
+
+    def __init__(
+        self, *, request: Callable[[int], None], can_wait: Callable[[], bool], abandon: Callable[[str], None]
+    ) -> None:
+        self._request = request
+        self._can_wait = can_wait
+        self._abandon = abandon
+        self._main = threading.get_ident()
+        self._requested_at: float | None = None
+        self._leaving: int | None = None
+        self._met = threading.Event()
+
+    def handle(self, _signum: int, _frame: object) -> None:
+        """The handler, on the main thread. Python calls it for the first signal, too, which only wakes a wait."""
+        if self._leaving is not None and not self._met.is_set():
+            self._met.set()
+            raise SystemExit(128 + self._leaving)
+
+    def watch(self, descriptor: int) -> None:
+        """Read signal numbers until the descriptor is closed."""
+        while numbers := os.read(descriptor, 64):
+            for signum in numbers:
+                if signum in SIGNALS and self._leaving is None:
+                    self._arrived(signum)
+
+    def _arrived(self, signum: int) -> None:
+        now = time.monotonic()
+        if self._requested_at is None and self._can_wait():
+            self._requested_at = now
+            self._request(signum)
+        elif self._requested_at is None or now - self._requested_at > SAME_REQUEST_S or not self._can_wait():
+            self._leave(signum)
+
+    def _leave(self, signum: int) -> None:
+        self._leaving = signum
+        # The handler has run already, and let the main thread go on.
+        signal.pthread_kill(self._main, signum)
+        if not self._met.wait(LEAVE_AFTER_S):
+            name = signal.Signals(signum).name
+            self._abandon(f"{name} arrived, and the main thread did not notice within {LEAVE_AFTER_S:.0f} s")
+
+
 @contextlib.contextmanager
-def terminate_as_exit(abandon: Callable[[str], None]) -> Iterator[None]:
-    """SIGTERM unwinds the stack, so that rank 0 ends its actors before it goes.
+def ending_on_signals(
+    *, request: Callable[[int], None], can_wait: Callable[[], bool], abandon: Callable[[str], None]
+) -> Iterator[None]:
+    """Inside the block, the first of SIGNALS is a request, and one that cannot wait unwinds the stack as SystemExit.
 
     Args:
+        request: told the number of the first signal, from another thread.
+        can_wait: whether the main thread will come to the end of a step; asked from another thread.
         abandon: called from another thread, and must not return, when the main thread cannot be interrupted.
     """
-    met = threading.Event()
-
-    def leave(signum: int, _frame: object) -> None:
-        met.set()
-        raise SystemExit(128 + signum)
-
+    watch = _SignalWatch(request=request, can_wait=can_wait, abandon=abandon)
     # Python runs handlers on the main thread only; the descriptor gets its byte from the signal itself.
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-
-    def watch() -> None:
-        while numbers := os.read(reading, 64):
-            if signal.SIGTERM in numbers and not met.wait(LEAVE_AFTER_S):
-                abandon(f"SIGTERM arrived, and the main thread did not notice within {LEAVE_AFTER_S:.0f} s")
-
-    watcher = threading.Thread(target=watch, name="sigterm", daemon=True)
-    previous = signal.signal(signal.SIGTERM, leave)
+    watcher = threading.Thread(target=watch.watch, args=(reading,), name="signals", daemon=True)
+    previous = {number: signal.signal(number, watch.handle) for number in SIGNALS}
     previous_fd = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     watcher.start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(previous_fd)
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
         os.close(writing)
         watcher.join()
         os.close(reading)
+
+
+def process_exists(pid: int) -> bool:
+    """Whether the process with that id, of this host, has not ended."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it exists, as another user's
+        return True
+    return True
 
 
 def lost_a_peer(error: BaseException) -> bool:

@@ -3,6 +3,8 @@
 SPMD: every trainer rank runs this same code and holds the same ports. The loop owns the order of a step and the
 step counter, nothing else; whatever has state lives in a part.
 
+A run that has to end between two steps, because of a signal or a dead collector or buffer, is saved first.
+
 Order in a step: take the groups; mismatch metrics and masks; critic values, then policy log-probs, then reference
 log-probs; advantages; per epoch all critic minibatches, then all policy minibatches; publish one new version;
 open the next window; validate if due; save if due; write the row; make a complete save visible. A deterministic run
@@ -11,7 +13,9 @@ opens the window last.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from megatron_ppo.data.batch import TrainBatch, pack_groups
@@ -32,9 +36,23 @@ from megatron_ppo.loop.ports import (
 from megatron_ppo.loop.residency import Model, Residency
 from megatron_ppo.loop.rollout_metrics import rollout_metrics
 from megatron_ppo.numerics.masking import trainable_mask
-from megatron_ppo.protocol.errors import GroupMismatchError, NonFiniteError
+from megatron_ppo.protocol.errors import (
+    CheckpointError,
+    GroupMismatchError,
+    NonFiniteError,
+    PartDiedError,
+    RankZeroFailedError,
+    StopRequested,
+    WaitTimeoutError,
+)
 from megatron_ppo.protocol.schedule import AsyncSchedule
 from megatron_ppo.protocol.trajectory import PromptGroup
+
+logger = logging.getLogger(__name__)
+
+
+def _nothing_interrupts() -> None:
+    """The default of `Parts.check_interrupted`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +108,8 @@ class Parts:
         scoring: how the models cut the step's batch to score it, asked right after that; the same on every rank.
         observe: what the run's other processes say of themselves, once a step; the same on every rank.
         residency: which model is on the device; by default nothing has to move.
+        check_interrupted: asked between steps, on every rank together; raises StopRequested when the run was asked to
+            end, PartDiedError when a part of it is gone.
     """
 
     policy: Policy
@@ -103,12 +123,14 @@ class Parts:
     scoring: Callable[[], Metrics] = dict
     observe: Callable[[], Metrics] = dict
     residency: Residency = field(default_factory=Residency)
+    check_interrupted: Callable[[], None] = _nothing_interrupts
 
 
 def train(run: LoopSettings, schedule: AsyncSchedule, parts: Parts) -> int:
     """Train until `run.max_num_steps` steps are complete and return their number.
 
     Raises: NonFiniteError, StaleGroupError, PartDiedError, WaitTimeoutError, RefitError; each with its step.
+        StopRequested when the run was asked to end. What ends it between two steps leaves a checkpoint of that moment.
     """
     step = parts.checkpoints.restore()
     if step >= run.max_num_steps:
@@ -121,23 +143,32 @@ def train(run: LoopSettings, schedule: AsyncSchedule, parts: Parts) -> int:
             log.add(parts.validator.run(step=0))
         log.flush()
     parts.groups.open(step=step, frontier=schedule.frontier(step))
+    saved = step
 
     while step < run.max_num_steps:
         log = parts.telemetry.step(step)
+        with _saving_what_ends_here(run, parts, step, saved=saved):
+            parts.check_interrupted()
+            with log.timed("exposed_generation"):  # the only place where the learner waits for actors
+                groups = parts.groups.take(target_step=step)
         with parts.residency.step(f"step {step + 1}"):
-            _train_step(run, schedule, parts, step, log)
+            _train_step(run, schedule, parts, step, groups, log)
         step += 1
-        if not run.generates_alone:
-            # After the publish, so that nothing is born older than it has to be.
-            parts.groups.open(step=step, frontier=schedule.frontier(step))
-        if run.validation_due(step):
-            with log.timed("idle/validation"):
-                log.add(parts.validator.run(step=step))
-        log.add(parts.observe())
+        with _saving_what_ends_here(run, parts, step, saved=saved, row=log):
+            if step < run.max_num_steps:
+                parts.check_interrupted()
+            if not run.generates_alone:
+                # After the publish, so that nothing is born older than it has to be.
+                parts.groups.open(step=step, frontier=schedule.frontier(step))
+            if run.validation_due(step):
+                with log.timed("idle/validation"):
+                    log.add(parts.validator.run(step=step))
+            log.add(parts.observe())
         if run.checkpoint_due(step) or parts.checkpoints.overdue:
             with log.timed("checkpointing"):
-                saved = parts.checkpoints.save(step=step, metrics=log.values)
-            log.add(saved)
+                at_save = parts.checkpoints.save(step=step, metrics=log.values)
+            log.add(at_save)
+            saved = step
         # Between the save and its publication: a run that is killed before repeats the step, one that is killed
         # after has its row.
         log.flush()
@@ -147,10 +178,50 @@ def train(run: LoopSettings, schedule: AsyncSchedule, parts: Parts) -> int:
     return step
 
 
-def _train_step(run: LoopSettings, schedule: AsyncSchedule, parts: Parts, step: int, log: StepLog) -> None:
-    """Take, score, update, publish."""
-    with log.timed("exposed_generation"):  # the only place where the learner waits for actors
-        groups = parts.groups.take(target_step=step)
+@contextmanager
+def _saving_what_ends_here(
+    run: LoopSettings, parts: Parts, step: int, *, saved: int, row: StepLog | None = None
+) -> Iterator[None]:
+    """Save `step` completed steps when the run ends inside the block, in which no weight changes.
+
+    Args:
+        saved: the newest step that is saved already.   row: the finished step's, which is not written yet.
+    """
+    try:
+        yield
+    except RankZeroFailedError:  # rank 0 does not save, so nobody can
+        raise
+    except (StopRequested, PartDiedError, WaitTimeoutError) as error:
+        try:
+            _save_at_the_end(run, parts, step, saved=saved, row=row)
+        except CheckpointError as failed:
+            if isinstance(error, StopRequested):
+                raise
+            logger.exception("the run ends without a checkpoint of step %d", step)
+            error.add_note(f"and then step {step} could not be saved: {failed}")
+        raise
+
+
+def _save_at_the_end(run: LoopSettings, parts: Parts, step: int, *, saved: int, row: StepLog | None) -> None:
+    checkpoints = parts.checkpoints
+    if run.checkpoint_period > 0 and (saved != step or checkpoints.overdue):
+        checkpoints.save(step=step, metrics={} if row is None else row.values)
+    if row is not None:
+        row.flush()
+    checkpoints.publish(wait=True)
+    if checkpoints.overdue:
+        raise CheckpointError(f"step {step} was to be saved before the run ends, which failed")
+
+
+def _train_step(
+    run: LoopSettings,
+    schedule: AsyncSchedule,
+    parts: Parts,
+    step: int,
+    groups: list[PromptGroup],
+    log: StepLog,
+) -> None:
+    """Score, update, publish."""
     batch = _batch(run, schedule, step, groups, log)
     try:
         batch = _score(run, parts, batch, log)

@@ -82,6 +82,14 @@ class ReplaySnapshots(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Snapshot:
+    """JSON texts: the whole replay buffer, and the same without finished groups."""
+
+    everything: str
+    position: str
+
+
 @dataclass(frozen=True, slots=True)
 class _Save:
     """One that is not visible yet; `writing` is None when its files are complete."""
@@ -169,8 +177,8 @@ class RunCheckpoints:
         self.publish(wait=True)
         # The learner is here, so nothing is trained between the snapshot and the weights; groups that land
         # meanwhile are pending in the snapshot and are generated again after a restore.
-        snapshot: list[str] = []  # stays on rank 0, it may be large
-        self._on_rank_zero(f"snapshot of checkpoint {step}", lambda: snapshot.append(self._snapshot()))
+        snapshot: list[_Snapshot] = []  # stays on rank 0, it may be large
+        self._on_rank_zero(f"snapshot of checkpoint {step}", lambda: snapshot.append(self._snapshot(step)))
         temporary = self._files.temporary(step)
         try:
             self._write(step, "start", lambda: self._files.begin(step))
@@ -253,9 +261,16 @@ class RunCheckpoints:
             self._files.finish_killed_publication(choice.newest)
         return choice.newest
 
-    def _snapshot(self) -> str:
+    def _snapshot(self, step: int) -> _Snapshot:
         assert self._replay is not None, "only rank 0 holds the replay buffer"
-        return self._replay.snapshot()
+        text = self._replay.snapshot()
+        state = from_json(text)
+        if state.lowest_unfinished > step:
+            raise CheckpointError(
+                f"checkpoint {step} would lose prompts: the replay buffer has handed out the groups of "
+                f"{state.lowest_unfinished} steps, the weights were trained on those of {step}"
+            )
+        return _Snapshot(everything=text, position=to_json(dataclasses.replace(state, groups=())))
 
     def _restore_replay(self, checkpoint: str | None, step: int) -> None:
         assert self._replay is not None, "only rank 0 holds the replay buffer"
@@ -282,9 +297,9 @@ class RunCheckpoints:
             return path.read_text()
         return json.dumps(info["prompts"])
 
-    def _write_side_files(self, step: int, snapshot: str, metrics: Metrics) -> None:
+    def _write_side_files(self, step: int, snapshot: _Snapshot, metrics: Metrics) -> None:
         folder, metric = self._files.temporary(step), self._retention.metric
-        (folder / REPLAY_FILE).write_text(snapshot)
+        (folder / REPLAY_FILE).write_text(snapshot.everything)
         ranking = metrics.get(metric) if metric else None
         if metric is not None and ranking is None:
             logger.warning("checkpoint %d is not ranked: its step has no metric %s", step, metric)
@@ -295,7 +310,7 @@ class RunCheckpoints:
             "identity": {name: trait.value for name, trait in self._identity.items()},
             "metric": metric,
             "metric_value": ranking,
-            "prompts": json.loads(without_groups(snapshot)),
+            "prompts": json.loads(snapshot.position),
         }
         (folder / INFO_FILE).write_text(json.dumps(info, indent=1))
 

@@ -77,8 +77,10 @@ def _store(timeout_s: float) -> tuple[int, int, dist.Store]:
         return 0, 1, dist.HashStore()
     address = tuple(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
     launcher = _launcher(address, timeout_s)
-    # Jobs under this launcher only, so that every rank counts the same ones.
-    store = dist.PrefixStore(f"job_{next(launcher.jobs)}", launcher.store)
+    # Jobs under this launcher only, so that every rank counts the same ones. Workers that the launcher has restarted
+    # count from 0 again, and may meet the store of their predecessors.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"attempt_{attempt}/job_{next(launcher.jobs)}", launcher.store)
     return launcher.rank, launcher.world_size, store
 
 

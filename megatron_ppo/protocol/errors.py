@@ -33,6 +33,14 @@ class PartDiedError(MegatronPPOError):
     """A process of the run (engine, collector, buffer, trainer rank) died; the message has the cause."""
 
 
+class RankZeroFailedError(PartDiedError):
+    """Rank 0 failed in a way that leaves nothing to be saved; raised on the other ranks."""
+
+
+class StopRequested(MegatronPPOError):
+    """Somebody asked the run to end: raised on every rank together, between two steps, after the state was saved."""
+
+
 class WaitTimeoutError(MegatronPPOError):
     """A wait reached its limit; the message says what was waited for and since when."""
 

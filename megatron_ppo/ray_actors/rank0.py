@@ -11,13 +11,20 @@ import logging
 import pickle
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
 
 import ray
 import torch.distributed as dist
 
-from megatron_ppo.protocol.errors import MegatronPPOError, PartDiedError, WaitTimeoutError
+from megatron_ppo.loop.checkpoints import without_groups
+from megatron_ppo.protocol.errors import (
+    MegatronPPOError,
+    PartDiedError,
+    RankZeroFailedError,
+    WaitTimeoutError,
+)
 from megatron_ppo.protocol.trajectory import PromptGroup
 
 logger = logging.getLogger(__name__)
@@ -27,6 +34,8 @@ POLL_S = 2.0
 """How long one look into the buffer waits; the other ranks hear from rank 0 at least this often."""
 ANSWER_GRACE_S = 30.0
 """How much later than its own limit the buffer's answer may come before rank 0 asks itself what is wrong."""
+NOTICED_WITHIN_S = 3.0
+"""How long after a process has died the watch over it knows of it, also on a loaded machine."""
 ABANDONED_AFTER_S = 6.0
 """A failure that the main thread has not met by then (it is inside a collective or a kernel) ends the process."""
 
@@ -43,23 +52,25 @@ class RankZero:
         """Collective. `function` runs on rank 0 only; with several ranks its result must be picklable.
 
         Raises: on rank 0 the error of `function`, or a TypeError for a result that cannot be pickled; on the
-            others a PartDiedError that quotes it.
+            others a PartDiedError that quotes it, which is a RankZeroFailedError unless a part or a wait was to blame.
         """
         if self._world_size == 1:
             return function()
         outcome: list[Any] = [None]
         if self._rank != 0:
             dist.broadcast_object_list(outcome, src=0, group=self._group)
-            succeeded, value = outcome[0]
-            if not succeeded:
-                raise PartDiedError(f"rank 0 failed during {what}: {value}")
+            failure, value = outcome[0]
+            if failure is not None:
+                raise failure(f"rank 0 failed during {what}: {value}")
             return pickle.loads(value)  # type: ignore[no-any-return]
         try:
             result = function()
-            outcome = [(True, _pickled(result, what))]
+            outcome = [(None, _pickled(result, what))]
         except Exception as caught:  # a process boundary: raised again here and on every other rank
+            of_a_part = isinstance(caught, (PartDiedError, WaitTimeoutError))
+            failure = PartDiedError if of_a_part else RankZeroFailedError
             dist.broadcast_object_list(
-                [(False, f"{type(caught).__name__}: {caught}")], src=0, group=self._group
+                [(failure, f"{type(caught).__name__}: {caught}")], src=0, group=self._group
             )
             raise
         dist.broadcast_object_list(outcome, src=0, group=self._group)
@@ -80,22 +91,30 @@ class Supervisor:
     """Notices within a second that an actor has died and ends the run with the cause. Engines have an `EngineKeeper`.
 
     consumes: one never-ending call per watched process; it becomes ready only when the process is gone or broken.
-    produces: the failure, raised in whatever the main thread waits for next; if the main thread does not come by
-        within ABANDONED_AFTER_S, `abandon(message)` is called from the watching thread and must not return.
+    produces: the first failure, raised in whatever the main thread waits for next. Unless the main thread can do
+        without the process until then, it has ABANDONED_AFTER_S to come by: `abandon(message)` is called from the
+        watching thread after that, and must not return.
     """
 
     def __init__(self, *, abandon: Callable[[str], None]) -> None:
         self._abandon = abandon
         self._watched: dict[Any, str] = {}
+        self._dispensable: frozenset[str] = frozenset()
         self._failure: PartDiedError | None = None
         self._noting = threading.Lock()
+        self._failed = threading.Event()
         self._met = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
 
-    def watch(self, refs: Mapping[Any, str]) -> None:
-        """Start watching: object ref of a never-ending call -> name of its process."""
+    def watch(self, refs: Mapping[Any, str], *, dispensable: Collection[str] = ()) -> None:
+        """Start watching: object ref of a never-ending call -> name of its process.
+
+        Args:
+            dispensable: names of processes without which a step can be finished and saved.
+        """
         self._watched = dict(refs)
+        self._dispensable = frozenset(dispensable)
         self._thread.start()
 
     def stop(self) -> None:
@@ -110,6 +129,7 @@ class Supervisor:
         with self._noting:
             if self._failure is None and not self._stopping.is_set():
                 self._failure = PartDiedError(message)
+                self._failed.set()
                 logger.error("%s", message)
 
     def report(self, message: str) -> None:
@@ -119,7 +139,7 @@ class Supervisor:
         """
         self.note(message)
         if not self._met.wait(ABANDONED_AFTER_S):
-            self._abandon(message)
+            self._abandon(str(self._failure or message))
 
     def raise_if_failed(self) -> None:
         """Raise the failure that was noticed, if any."""
@@ -127,11 +147,24 @@ class Supervisor:
             self._met.set()
             raise self._failure
 
-    def call(self, ref: Any, *, what: str, timeout_s: float) -> Any:
-        """Wait for one remote call. Raises: PartDiedError, WaitTimeoutError naming `what`, or the call's own error."""
+    def raise_cause_of(self, error: PartDiedError) -> NoReturn:
+        """Raise the failure that is about to be noticed, from `error`, which a call to a dead process has met."""
+        if self._thread.is_alive():
+            self._failed.wait(NOTICED_WITHIN_S)
+        self._met.set()
+        raise (self._failure or error) from (error if self._failure else error.__cause__)
+
+    def call(self, ref: Any, *, what: str, timeout_s: float, despite_failure: bool = False) -> Any:
+        """Wait for one remote call.
+
+        Args:
+            despite_failure: wait also after another process has died.
+        Raises: PartDiedError, WaitTimeoutError naming `what`, or the call's own error.
+        """
         deadline = time.monotonic() + timeout_s
         while not ray.wait([ref], timeout=0.2)[0]:
-            self.raise_if_failed()
+            if not despite_failure:
+                self.raise_if_failed()
             if time.monotonic() > deadline:
                 raise WaitTimeoutError(f"waited {timeout_s:.0f} s for {what}")
         try:
@@ -142,13 +175,16 @@ class Supervisor:
             raise PartDiedError(f"{what}: the process behind it died: {error}") from error
 
     def _watch(self) -> None:
-        while not self._stopping.is_set():
-            ready, _ = ray.wait(list(self._watched), timeout=1.0)
+        watched = dict(self._watched)
+        while watched and not self._stopping.is_set():
+            ready, _ = ray.wait(list(watched), timeout=1.0)
             if self._stopping.is_set():
                 return
-            if ready:
-                self.report(f"{self._watched[ready[0]]} died: {_describe(ready[0])}")
-                return
+            for ref in ready:
+                name = watched.pop(ref)
+                message = f"{name} died: {_describe(ref)}"
+                # What dies later dies of the first.
+                self.note(message) if name in self._dispensable else self.report(message)
 
 
 def _cause(error: ray.exceptions.RayTaskError) -> BaseException:
@@ -167,6 +203,16 @@ def _describe(ref: Any) -> str:
     return "it ended by itself"
 
 
+@dataclass(slots=True)
+class KnownPosition:
+    """The replay buffer's state without finished groups, as rank 0 knows it since the last take or restore.
+
+    Enough to go on without losing a prompt when the buffer's process is gone; JSON text, None for a new run.
+    """
+
+    text: str | None = None
+
+
 class RayGroupSource:
     """The learner's side of the replay buffer: rank 0 pops the actor, every rank gets the groups.
 
@@ -174,6 +220,8 @@ class RayGroupSource:
         groups_timeout_s: longest wait for the groups of a step.
         refresh_engines: collective; gives the current weights to engines that came up without them, and says whether
             there were any. The learner waits here for groups that such an engine may be the only one to generate.
+        position: is kept up to date with every take.
+        check_interrupted: asked on every rank together while nothing is being taken; raises to end the wait.
     """
 
     def __init__(
@@ -184,38 +232,52 @@ class RayGroupSource:
         replay: Any | None,
         groups_timeout_s: float,
         refresh_engines: Callable[[], bool] = lambda: False,
+        position: KnownPosition | None = None,
+        check_interrupted: Callable[[], None] = lambda: None,
     ) -> None:
         self._rank_zero = rank_zero
         self._supervisor = supervisor
         self._replay = replay
         self._refresh_engines = refresh_engines
         self._groups_timeout_s = groups_timeout_s
+        self._position = position or KnownPosition()
+        self._check_interrupted = check_interrupted
         self._asked: Any | None = None
 
     def take(self, *, target_step: int) -> list[PromptGroup]:
-        """The groups of `target_step`. Raises: WaitTimeoutError with the pending prompts, PartDiedError."""
+        """The groups of `target_step`.
+
+        Raises: WaitTimeoutError with the pending prompts, PartDiedError, or what ends the wait; nothing was taken then.
+        """
         started = time.monotonic()
         while True:
             if self._refresh_engines():  # generation begins again only now
                 started = time.monotonic()
-            groups = self._rank_zero.run(
+            groups, asking = self._rank_zero.run(
                 f"take of step {target_step}", functools.partial(self._poll, target_step, started)
             )
             if groups is not None:
                 return groups
+            if not asking:
+                self._check_interrupted()
 
     def open(self, *, step: int, frontier: int) -> None:
         """Announce the learner's step and let the collector work up to `frontier`."""
         self._rank_zero.run(f"opening of the window at step {step}", lambda: self._open(step, frontier))
 
-    def _poll(self, target_step: int, started: float) -> list[PromptGroup] | None:
+    def _poll(self, target_step: int, started: float) -> tuple[list[PromptGroup] | None, bool]:
+        """The groups, if they came, and whether the buffer is still being asked for them."""
         assert self._supervisor is not None and self._replay is not None
-        self._supervisor.raise_if_failed()
         if self._asked is None:
-            self._asked = self._replay.take.remote(target_step=target_step, timeout_s=POLL_S)
+            self._supervisor.raise_if_failed()
+            self._asked = self._replay.take_with_position.remote(target_step=target_step, timeout_s=POLL_S)
         try:
-            groups: list[PromptGroup] = self._supervisor.call(
-                self._asked, what=f"the groups of step {target_step}", timeout_s=POLL_S + ANSWER_GRACE_S
+            # Also when a process has died meanwhile: what is taken is trained on before the run ends.
+            groups, position = self._supervisor.call(
+                self._asked,
+                what=f"the groups of step {target_step}",
+                timeout_s=POLL_S + ANSWER_GRACE_S,
+                despite_failure=True,
             )
         except WaitTimeoutError as error:
             # Only the buffer's own time limit is an answer. A call that is merely late may still take the groups,
@@ -224,13 +286,17 @@ class RayGroupSource:
                 self._asked = None
             waited = time.monotonic() - started
             if waited < self._groups_timeout_s:
-                return None
+                return None, self._asked is not None
             raise WaitTimeoutError(
                 f"step {target_step + 1} has no complete set of groups after {waited:.0f} s, "
                 f"cluster.groups_timeout_s is {self._groups_timeout_s:.0f}; {error}"
             ) from error
+        except PartDiedError as error:
+            self._asked = None
+            self._supervisor.raise_cause_of(error)
         self._asked = None
-        return groups
+        self._position.text = position
+        return groups, False
 
     def _open(self, step: int, frontier: int) -> None:
         assert self._supervisor is not None and self._replay is not None
@@ -240,21 +306,37 @@ class RayGroupSource:
 
 
 class RayReplaySnapshots:
-    """Snapshot and restore of the replay actor, with the collector held still by an acknowledged call."""
+    """Snapshot and restore of the replay actor, with the collector held still by an acknowledged call.
 
-    def __init__(self, *, supervisor: Supervisor, replay: Any, collector: Any) -> None:
+    Also without them: a dead collector need not be held, and for a dead buffer the position of the last take stands in;
+    the groups that it held are generated again.
+    """
+
+    def __init__(
+        self, *, supervisor: Supervisor, replay: Any, collector: Any, position: KnownPosition | None = None
+    ) -> None:
         self._supervisor = supervisor
         self._replay = replay
         self._collector = collector
+        self._position = position or KnownPosition()
 
     def snapshot(self) -> str:
         """Buffer, targets, ledger and prompt position of one instant, as JSON text."""
-        call = self._supervisor.call
-        call(self._collector.pause.remote(), what="the collector to pause", timeout_s=30)
+        self._tell("pause")
         try:
-            text: str = call(self._replay.snapshot.remote(), what="the replay snapshot", timeout_s=60)
+            text: str = self._supervisor.call(
+                self._replay.snapshot.remote(),
+                what="the replay snapshot",
+                timeout_s=60,
+                despite_failure=True,
+            )
+        except (PartDiedError, WaitTimeoutError) as error:
+            if self._position.text is None:
+                raise
+            logger.error("the checkpoint does without the replay buffer's groups: %s", error)
+            return self._position.text
         finally:
-            call(self._collector.resume.remote(), what="the collector to resume", timeout_s=30)
+            self._tell("resume")
         return text
 
     def restore(self, snapshot: str | None, *, resume_step: int) -> None:
@@ -264,3 +346,16 @@ class RayReplaySnapshots:
             what="the replay buffer to restore",
             timeout_s=60,
         )
+        self._position.text = None if snapshot is None else without_groups(snapshot)
+
+    def _tell(self, what: str) -> None:
+        # The snapshot is of one instant in any case; holding the collector only saves it from wasting work.
+        try:
+            self._supervisor.call(
+                getattr(self._collector, what).remote(),
+                what=f"the collector to {what}",
+                timeout_s=30,
+                despite_failure=True,
+            )
+        except (PartDiedError, WaitTimeoutError) as error:
+            logger.error("%s", error)

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from megatron_ppo.protocol.errors import PartDiedError, WaitTimeoutError
 from megatron_ppo.protocol.moves import Stage
@@ -113,6 +114,16 @@ class ReplayService:
             self._journal.check(self._buffer.ledger.counts())
             self._journal.flush()
         return groups
+
+    async def take_with_position(
+        self, *, target_step: int, timeout_s: float
+    ) -> tuple[list[PromptGroup], str]:
+        """As `take`, and the state right after it as JSON text, without the groups that wait for later steps.
+
+        With that, a learner can be saved whose buffer is gone: it is where every prompt is at the next step boundary.
+        """
+        groups = await self.take(target_step=target_step, timeout_s=timeout_s)
+        return groups, to_json(replace(self._buffer.state(), groups=()))
 
     async def fail(self, message: str) -> None:
         """Record that the collector died of `message`; present and later waits raise it. The first stays."""

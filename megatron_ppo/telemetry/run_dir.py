@@ -43,9 +43,13 @@ DIGEST_IGNORED = frozenset({"run.resume", "run.dir", "telemetry"})
 
 
 class RunState(StrEnum):
-    """`RUNNING` also describes a run whose process was killed; whether it lives is what the lock says."""
+    """`RUNNING` also describes a run whose process was killed; whether it lives is what the lock says.
+
+    `STOPPED`: it was asked to end, by a signal, and can be continued like one that failed.
+    """
 
     RUNNING = "running"
+    STOPPED = "stopped"
     FINISHED = "finished"
     FAILED = "failed"
 
@@ -60,8 +64,9 @@ class RunManifest:
 
     Attributes:
         created_unix_s, updated_unix_s: seconds since the epoch.
-        reason: why the run failed; empty otherwise.
+        reason: why the run failed, or what stopped it; empty otherwise.
         kernels: what each model runs on and why, by part; of the newest start.
+        launcher: which launcher started it last; a restart of its workers continues this run.
     """
 
     run_id: str
@@ -72,6 +77,7 @@ class RunManifest:
     updated_unix_s: float
     reason: str = ""
     kernels: dict[str, dict[str, str]] = field(default_factory=dict)
+    launcher: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,11 +168,15 @@ class OpenRun:
 
     Attributes:
         directory: names of its files.   resumed: whether it existed before.
+        finished: it reached its last step before the launcher restarted; nothing is left to do.
     """
 
-    def __init__(self, *, directory: RunDirectory, resumed: bool, lock: RunLock) -> None:
+    def __init__(
+        self, *, directory: RunDirectory, resumed: bool, lock: RunLock, finished: bool = False
+    ) -> None:
         self.directory = directory
         self.resumed = resumed
+        self.finished = finished
         self._lock = lock
 
     def record_kernels(self, kernels: Mapping[str, Mapping[str, str]]) -> None:
@@ -178,6 +188,10 @@ class OpenRun:
     def finish(self) -> None:
         """Record that the run reached its last step."""
         self._set_state(RunState.FINISHED, reason="")
+
+    def stop(self, reason: str) -> None:
+        """Record that the run ended early because it was asked to."""
+        self._set_state(RunState.STOPPED, reason=reason)
 
     def fail(self, reason: str) -> None:
         """Record why the run ended early."""
@@ -348,7 +362,15 @@ def check_continued_run(path: Path, *, name: str) -> RunManifest:
     return manifest
 
 
-def open_run(base_dir: Path, *, name: str, config: Mapping[str, object], resume: str) -> OpenRun:
+def open_run(
+    base_dir: Path,
+    *,
+    name: str,
+    config: Mapping[str, object],
+    resume: str,
+    launcher: str = "",
+    restarted: bool = False,
+) -> OpenRun:
     """Create a run, or continue one, and lock it.
 
     Args:
@@ -356,21 +378,29 @@ def open_run(base_dir: Path, *, name: str, config: Mapping[str, object], resume:
         config: the resolved configuration, JSON values only; written to `config.yaml`.
         resume: `auto` continues the newest unfinished run with the same configuration, else starts a new one;
             `never` always starts a new one; anything else is the path of the run directory to continue.
+        launcher: which launcher this process belongs to.
+        restarted: it has restarted its workers: they continue the run that they had, whatever `resume` says, also if
+            that was finished.
 
     Raises: ConfigError for a directory of another experiment or a path that is no run; RunLockedError when
         the given run is in use.
     """
     if resume not in ("auto", "never"):
-        return _continue_run(RunDirectory(path=Path(resume)), name=name, config=config)
+        given = RunDirectory(path=Path(resume))
+        return _continue_run(given, name=name, config=config, launcher=launcher, restarted=restarted)
     check_base_dir(base_dir, name=name)
+    if restarted:
+        own = _newest_of_launcher(base_dir, launcher, config_digest(config))
+        if own is not None:
+            return _continue_run(own, name=name, config=config, launcher=launcher, restarted=True)
     if resume == "auto":
         found = find_resumable(base_dir, config_digest(config))
         if found is not None:
             try:
-                return _continue_run(found, name=name, config=config)
+                return _continue_run(found, name=name, config=config, launcher=launcher)
             except RunLockedError as error:  # another launch was faster
                 logger.warning("%s; starting a new run", error)
-    return _create_run(base_dir, name=name, config=config)
+    return _create_run(base_dir, name=name, config=config, launcher=launcher)
 
 
 def write_json_atomically(path: Path, value: object) -> None:
@@ -384,7 +414,14 @@ def new_run_id(*, now_unix_s: float, salt: bytes) -> str:
     return f"{stamp}-{hashlib.sha256(salt).hexdigest()[:6]}"
 
 
-def _create_run(base_dir: Path, *, name: str, config: Mapping[str, object]) -> OpenRun:
+def _newest_of_launcher(base_dir: Path, launcher: str, config_digest: str) -> RunDirectory | None:
+    for directory, manifest in reversed(_runs_in(base_dir)):
+        if manifest.launcher == launcher and manifest.config_digest == config_digest:
+            return directory
+    return None
+
+
+def _create_run(base_dir: Path, *, name: str, config: Mapping[str, object], launcher: str) -> OpenRun:
     base_dir.mkdir(parents=True, exist_ok=True)
     now_s = time.time()
     run_id = new_run_id(now_unix_s=now_s, salt=os.urandom(16))
@@ -402,6 +439,7 @@ def _create_run(base_dir: Path, *, name: str, config: Mapping[str, object]) -> O
             state=RunState.RUNNING,
             created_unix_s=now_s,
             updated_unix_s=now_s,
+            launcher=launcher,
         )
         _write_manifest(draft, manifest)
         lock = RunLock(draft.lock_path)
@@ -413,9 +451,18 @@ def _create_run(base_dir: Path, *, name: str, config: Mapping[str, object]) -> O
     return OpenRun(directory=directory, resumed=False, lock=lock)
 
 
-def _continue_run(directory: RunDirectory, *, name: str, config: Mapping[str, object]) -> OpenRun:
+def _continue_run(
+    directory: RunDirectory,
+    *,
+    name: str,
+    config: Mapping[str, object],
+    launcher: str,
+    restarted: bool = False,
+) -> OpenRun:
     manifest = check_continued_run(directory.path, name=name)
     lock = RunLock(directory.lock_path)
+    if restarted and manifest.launcher == launcher and manifest.state is RunState.FINISHED:
+        return OpenRun(directory=directory, resumed=True, lock=lock, finished=True)
     try:
         now_s = time.time()
         digest = config_digest(config)
@@ -427,7 +474,14 @@ def _continue_run(directory: RunDirectory, *, name: str, config: Mapping[str, ob
             folder.mkdir(exist_ok=True)
         _write_manifest(
             directory,
-            replace(manifest, config_digest=digest, state=RunState.RUNNING, reason="", updated_unix_s=now_s),
+            replace(
+                manifest,
+                config_digest=digest,
+                state=RunState.RUNNING,
+                reason="",
+                updated_unix_s=now_s,
+                launcher=launcher,
+            ),
         )
     except BaseException:
         lock.release()

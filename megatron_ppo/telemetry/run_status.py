@@ -34,9 +34,13 @@ _SHOWN_METRICS = (
 
 
 class Life(StrEnum):
-    """RUNNING: a process holds the run's lock. DIED: none does, and the run did not say that it ends."""
+    """RUNNING: a process holds the run's lock. DIED: none does, and the run did not say that it ends.
+
+    STOPPED: it was asked to end, and did.
+    """
 
     RUNNING = "running"
+    STOPPED = "stopped"
     FINISHED = "finished"
     FAILED = "failed"
     DIED = "died"
@@ -192,6 +196,8 @@ def _state(status: RunStatus) -> str:
             return f"running, process {status.owner}{silent}"
         case Life.FAILED:
             return f"FAILED: {status.manifest.reason}"
+        case Life.STOPPED:
+            return f"{status.manifest.reason}; run.resume=auto continues it"
         case Life.DIED:
             return "DIED without a word (no process holds its lock); run.resume=auto continues it"
         case Life.FINISHED:

@@ -268,3 +268,46 @@ def test_json_files_are_replaced_whole(tmp_path: Path) -> None:
         write_json_atomically(path, {"step": object()})
     assert json.loads(path.read_text()) == {"step": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_a_stopped_run_is_continued_and_says_what_stopped_it(tmp_path: Path) -> None:
+    with open_sort(tmp_path) as run:
+        run.stop("stopped by SIGUSR1")
+    manifest = run.directory.read_manifest()
+    assert (manifest.state, manifest.reason) == (RunState.STOPPED, "stopped by SIGUSR1")
+    with open_sort(tmp_path) as again:
+        assert again.directory == run.directory and again.resumed
+        assert (again.directory.read_manifest().state, again.directory.read_manifest().reason) == (
+            RunState.RUNNING,
+            "",
+        )
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_restarted_workers_continue_the_run_of_their_launcher(tmp_path: Path, resume: str) -> None:
+    def start(launcher: str, *, restarted: bool = False, config: dict[str, object] = CONFIG) -> OpenRun:
+        return open_run(
+            tmp_path, name="sort", config=config, resume=resume, launcher=launcher, restarted=restarted
+        )
+
+    with start("host/1/10") as mine:
+        mine.fail("a trainer rank died")
+    with start("host/2/20", config=with_value("run", "seed", 7)) as theirs:
+        pass
+    with start("host/1/10", restarted=True) as again:
+        assert (again.directory, again.resumed, again.finished) == (mine.directory, True, False)
+    with start("host/2/20", restarted=True) as other:  # the next job of a sweep, which had not begun
+        assert other.directory != theirs.directory
+
+
+def test_restarted_workers_leave_what_their_launcher_has_finished(tmp_path: Path) -> None:
+    with open_run(tmp_path, name="sort", config=CONFIG, resume="auto", launcher="host/1/10") as run:
+        run.finish()
+    for resume in ("auto", "never", str(run.directory.path)):
+        with open_run(
+            tmp_path, name="sort", config=CONFIG, resume=resume, launcher="host/1/10", restarted=True
+        ) as again:
+            assert (again.directory, again.finished) == (run.directory, True)
+            assert again.directory.read_manifest().state is RunState.FINISHED
+    with open_run(tmp_path, name="sort", config=CONFIG, resume="auto", launcher="host/2/20") as new:
+        assert new.directory != run.directory and not new.finished

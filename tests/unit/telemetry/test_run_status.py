@@ -75,6 +75,15 @@ def test_a_live_run_shows_step_stage_buffer_and_the_time_to_go(tmp_path: Path) -
         telemetry.close()
 
 
+def test_a_stopped_run_is_no_failure(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        run.stop("stopped by SIGTERM")
+    status = read_status(run.directory.path, now_unix_s=time.time())
+    assert status.life is Life.STOPPED
+    assert "stopped by SIGTERM; run.resume=auto continues it" in format_status(status)
+    assert status_script(str(run.directory.path)).returncode == 0
+
+
 def test_the_stage_is_the_innermost_timer_on_every_rank() -> None:
     for make in (Telemetry, NullTelemetry):
         seen: list[tuple[str, int]] = []
