@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,11 +24,12 @@ import torch.distributed as dist
 
 from megatron_ppo.app.actors import RunActors, run_actors
 from megatron_ppo.app.determinism import check_determinism
+from megatron_ppo.app.diagnosis import diagnosis, main_thread_stack
 from megatron_ppo.app.identity import run_identity
 from megatron_ppo.app.interruption import Interruptions
 from megatron_ppo.app.kernels import choose_kernels
 from megatron_ppo.app.launcher import end_with_launcher, launcher_identity, restart_count
-from megatron_ppo.app.limits import control_timeout_s
+from megatron_ppo.app.limits import ENDING, control_timeout_s, stage_deadlines
 from megatron_ppo.app.loopback import keep_to_loopback
 from megatron_ppo.app.parts import PartsBuilder, refit_backend
 from megatron_ppo.app.termination import (
@@ -53,10 +55,13 @@ from megatron_ppo.telemetry.heartbeat import Heartbeat, StageClock, clear_beats
 from megatron_ppo.telemetry.process_log import redirect_process_output
 from megatron_ppo.telemetry.run_dir import OpenRun, RunDirectory, open_run, write_json_atomically
 from megatron_ppo.telemetry.sinks import read_rows
+from megatron_ppo.telemetry.watchdog import Overdue, Watchdog
 
 logger = logging.getLogger(__name__)
 
 FAILED = 1
+RANK_ZERO_SPEAKS_S = 10.0
+"""How much later another rank ends a stuck run: torchrun ends every rank as soon as the first one has exited."""
 
 
 def run_job(config: RunConfig, derived: Derived, *, alter: Callable[[Parts], Parts] | None = None) -> int:
@@ -108,7 +113,7 @@ def run_job(config: RunConfig, derived: Derived, *, alter: Callable[[Parts], Par
                 signals = ending_on_signals(
                     request=job.request_end, can_wait=job.can_wait, abandon=job.abandon
                 )
-                with heartbeat.in_thread(), signals:
+                with heartbeat.in_thread(), signals, job.watchdog():
                     return job.run(alter)
 
 
@@ -213,6 +218,26 @@ class _Job:
             yield
         finally:
             self.ending.set()
+            self.stages.enter(ENDING, None)
+
+    def watchdog(self) -> contextlib.AbstractContextManager[None]:
+        """Ends this process when its main thread is stuck."""
+        if not self.config.watchdog.enabled:
+            return contextlib.nullcontext()
+        return Watchdog(
+            stages=self.stages, deadlines=stage_deadlines(self.config), on_overdue=self._is_stuck
+        ).in_thread()
+
+    def _is_stuck(self, overdue: Overdue) -> None:
+        """Told by the watchdog's thread. Never returns."""
+        rank = self.runtime.rank
+        details = f"{diagnosis(self.directory)}\n{main_thread_stack()}"
+        logger.error("%s\n%s", overdue, details)
+        if rank == 0:
+            self.abandon(f"trainer rank 0: {overdue}", details=details)
+        time.sleep(RANK_ZERO_SPEAKS_S)
+        self._write(f"FAILED on trainer rank {rank}: {overdue}\n{details}\nlogs: {self.directory.logs_dir}")
+        os._exit(FAILED)
 
     def can_wait(self) -> bool:
         """Whether a signal can wait for the end of the step; asked from another thread, at each signal."""
@@ -259,16 +284,18 @@ class _Job:
         text = f"{type(error).__name__}: {error}"
         if self.runtime.rank == 0:
             self._fail(
-                f"another trainer rank ended; it says why. Seen here: {text}" if lost_a_peer(error) else text
+                f"another trainer rank ended; it says why. Seen here: {text}" if lost_a_peer(error) else text,
+                "\n".join(getattr(error, "__notes__", ())),
             )
         elif is_own_cause(error):
             self._write(
                 f"FAILED on trainer rank {self.runtime.rank}: {text}\nlogs: {self.directory.logs_dir}"
             )
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, details: str = "") -> None:
         if self.runtime.rank == 0:
-            self._write(f"FAILED: {reason}\nlogs: {self.directory.logs_dir}\n{self._how_to_go_on()}")
+            lines = [f"FAILED: {reason}", details, f"logs: {self.directory.logs_dir}", self._how_to_go_on()]
+            self._write("\n".join(line for line in lines if line))
         if self.opened is not None:
             self.opened.fail(reason)
 
@@ -329,6 +356,7 @@ class _Job:
                 stack=stack,
                 stages=self.stages,
                 interruptions=self.interruptions,
+                diagnose=lambda: diagnosis(self.directory),
             )
             yield builder.loop_settings(), builder.parts(models)
 
@@ -394,12 +422,12 @@ class _Job:
         actors.begin()
         self.stages.tell("engines", actors.engines.table.describe)
 
-    def abandon(self, message: str) -> None:
+    def abandon(self, message: str, *, details: str = "") -> None:
         """The main thread is stuck inside a collective and will not meet the failure: say why and go.
 
         Never returns. Ray's processes end with their driver, and torchrun ends the other ranks.
         """
-        self._fail(message)
+        self._fail(message, details)
         os._exit(FAILED)
 
     def _judge(self) -> bool:

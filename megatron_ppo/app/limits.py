@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from megatron_ppo.config.schema import RunConfig
+from megatron_ppo.telemetry.watchdog import Deadlines
+
+ENDING = "ending"
+"""Stage of a trainer rank that closes what it has opened."""
 
 GENERATION_TIMEOUT_S = 600.0
 """Limit of one validation or probe; the engines' own deadlines are shorter."""
@@ -23,3 +27,39 @@ def control_timeout_s(config: RunConfig) -> float:
         config.inference.start_timeout_s + 2 * config.refit.timeout_s,
     )
     return longest + CONTROL_MARGIN_S
+
+
+def stage_deadlines(config: RunConfig) -> Deadlines:
+    """Of every stage that a trainer rank's stage clock may show.
+
+    The wait for groups, the start and the end have limits of their own, with better messages; the watchdog comes after
+    them.
+    """
+    watchdog, cluster = config.watchdog, config.cluster
+    scoring = (watchdog.scoring_s, "watchdog.scoring_s")
+    training = (watchdog.training_s, "watchdog.training_s")
+    start_s = 2 * cluster.prepare_timeout_s + config.inference.start_timeout_s + control_timeout_s(config)
+    return Deadlines(
+        otherwise=(watchdog.other_s, "watchdog.other_s"),
+        of={
+            "starting": (start_s, "the sum of the limits of a start"),
+            "exposed_generation": (
+                cluster.groups_timeout_s + CONTROL_MARGIN_S,
+                f"cluster.groups_timeout_s with a margin of {CONTROL_MARGIN_S:.0f} s",
+            ),
+            "data_processing": scoring,
+            "value_inference": scoring,
+            "policy_and_reference_logprobs": scoring,
+            "advantage_calculation": scoring,
+            "update": training,
+            "value_training": training,
+            "policy_training": training,
+            "weight_sync": (watchdog.refit_s, "watchdog.refit_s"),
+            "idle/validation": (watchdog.validation_s, "watchdog.validation_s"),
+            "checkpointing": (watchdog.checkpoint_s, "watchdog.checkpoint_s"),
+            ENDING: (
+                4 * cluster.shutdown_timeout_s + CONTROL_MARGIN_S,
+                "four times cluster.shutdown_timeout_s with a margin",
+            ),
+        },
+    )

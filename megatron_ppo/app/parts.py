@@ -70,7 +70,7 @@ class PartsBuilder:
         terminal: where rank 0 shows progress.   actors: on rank 0 only.
         identity: what a checkpoint is compared by.
         stack: closes what the parts open.   stages: told what this rank is doing.
-        interruptions: what ends the run between two steps.
+        interruptions: what ends the run between two steps.   diagnose: what to say when a wait ends without success.
     """
 
     config: RunConfig
@@ -87,6 +87,7 @@ class PartsBuilder:
     stack: contextlib.ExitStack
     stages: StageClock
     interruptions: Interruptions
+    diagnose: Callable[[], str]
 
     def parts(self, models: Models) -> Parts:
         """All parts of the loop; `models` are those of this rank."""
@@ -211,6 +212,7 @@ class PartsBuilder:
             groups_timeout_s=self.config.cluster.groups_timeout_s,
             refresh_engines=refit.refresh,
             position=actors.position if actors else None,
+            diagnose=self.diagnose,
             check_interrupted=self._check_interrupted,
         )
         if self.config.telemetry.record_trajectories:

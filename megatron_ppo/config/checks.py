@@ -83,6 +83,7 @@ def derive(
         _unsupported_problems,
         _restore_problems,
         _determinism_problems,
+        _watchdog_problems,
         _secret_problems,
     ):
         findings.lines.extend(rule(config))
@@ -287,6 +288,15 @@ def _determinism_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"collector.max_concurrent_groups: got {groups}; must be null or >= algorithm.num_prompts_per_step="
             f"{prompts} {why}, which submits whole steps"
+        )
+
+
+def _watchdog_problems(config: RunConfig) -> Iterator[str]:
+    """The part's own limit, with its own message, comes before the watchdog's."""
+    if config.watchdog.enabled and config.watchdog.refit_s <= config.refit.timeout_s:
+        yield (
+            f"watchdog.refit_s: got {config.watchdog.refit_s:g}; must be above refit.timeout_s = "
+            f"{config.refit.timeout_s:g}, so that a refit that times out can say why"
         )
 
 

@@ -44,6 +44,7 @@ from megatron_ppo.config.system_sections import (
     RefitSection,
     RunSection,
     TelemetrySection,
+    WatchdogSection,
 )
 from megatron_ppo.config.task_sections import (
     ChainSumTaskSection,
@@ -82,6 +83,7 @@ GROUP_FILES: dict[str, type[BaseModel]] = {
     "checkpoint/default": CheckpointSection,
     "telemetry/default": TelemetrySection,
     "cluster/local": ClusterSection,
+    "watchdog/default": WatchdogSection,
     "chaos/disabled": ChaosSection,
 }
 RECIPE_FILES: dict[str, tuple[type[BaseModel], dict[str, object]]] = {

@@ -28,6 +28,7 @@ from megatron_ppo.config.system_sections import (
     RefitSection,
     RunSection,
     TelemetrySection,
+    WatchdogSection,
 )
 from megatron_ppo.config.task_sections import Data, GateSection, RewardSection, ValidationSection
 
@@ -52,6 +53,9 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = setting(doc="Saving.", default_factory=CheckpointSection)
     telemetry: TelemetrySection = setting(doc="Metrics and logs.", default_factory=TelemetrySection)
     cluster: ClusterSection = setting(doc="Processes and time limits.", default_factory=ClusterSection)
+    watchdog: WatchdogSection = setting(
+        doc="Deadlines of the stages of a step.", default_factory=WatchdogSection
+    )
     gates: dict[str, GateSection] = setting(
         doc="Conditions on the finished run by name. A null in an overlay removes one.", default_factory=dict
     )

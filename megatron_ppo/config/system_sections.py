@@ -267,6 +267,26 @@ class ClusterSection(Section):
     )
 
 
+class WatchdogSection(Section):
+    """How long a stage of the training loop may last before the run is taken for stuck.
+
+    A stage that lasts longer ends the run with a diagnosis: the signs of life of every process, the open prompts and
+    the stacks. The wait for groups has its limit in cluster.groups_timeout_s.
+    """
+
+    enabled: bool = setting(True, "Whether stuck stages end the run.")
+    scoring_s: float = setting(
+        1800.0, "Longest pass over a step's batch: values, log-probs or advantages.", unit="s", gt=0.0
+    )
+    training_s: float = setting(3600.0, "Longest epoch of one model.", unit="s", gt=0.0)
+    refit_s: float = setting(
+        1800.0, "Longest transfer of new weights, with its probe and repetitions.", unit="s", gt=0.0
+    )
+    validation_s: float = setting(1800.0, "Longest validation.", unit="s", gt=0.0)
+    checkpoint_s: float = setting(3600.0, "Longest save.", unit="s", gt=0.0)
+    other_s: float = setting(1800.0, "Longest time between these.", unit="s", gt=0.0)
+
+
 class ChaosSection(Section):
     """Fault injection. Not available yet, therefore off."""
 

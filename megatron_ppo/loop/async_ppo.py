@@ -39,6 +39,7 @@ from megatron_ppo.numerics.masking import trainable_mask
 from megatron_ppo.protocol.errors import (
     CheckpointError,
     GroupMismatchError,
+    MegatronPPOError,
     NonFiniteError,
     PartDiedError,
     RankZeroFailedError,
@@ -147,14 +148,14 @@ def train(run: LoopSettings, schedule: AsyncSchedule, parts: Parts) -> int:
 
     while step < run.max_num_steps:
         log = parts.telemetry.step(step)
-        with _saving_what_ends_here(run, parts, step, saved=saved):
+        with _saving_what_ends_here(run, parts, step, log, saved=saved):
             parts.check_interrupted()
             with log.timed("exposed_generation"):  # the only place where the learner waits for actors
                 groups = parts.groups.take(target_step=step)
         with parts.residency.step(f"step {step + 1}"):
             _train_step(run, schedule, parts, step, groups, log)
         step += 1
-        with _saving_what_ends_here(run, parts, step, saved=saved, row=log):
+        with _saving_what_ends_here(run, parts, step, log, saved=saved, has_row=True):
             if step < run.max_num_steps:
                 parts.check_interrupted()
             if not run.generates_alone:
@@ -180,12 +181,13 @@ def train(run: LoopSettings, schedule: AsyncSchedule, parts: Parts) -> int:
 
 @contextmanager
 def _saving_what_ends_here(
-    run: LoopSettings, parts: Parts, step: int, *, saved: int, row: StepLog | None = None
+    run: LoopSettings, parts: Parts, step: int, log: StepLog, *, saved: int, has_row: bool = False
 ) -> Iterator[None]:
     """Save `step` completed steps when the run ends inside the block, in which no weight changes.
 
     Args:
-        saved: the newest step that is saved already.   row: the finished step's, which is not written yet.
+        saved: the newest step that is saved already.
+        has_row: `log` is that of the last completed step, whose row has to be written; else of one that did not begin.
     """
     try:
         yield
@@ -193,8 +195,8 @@ def _saving_what_ends_here(
         raise
     except (StopRequested, PartDiedError, WaitTimeoutError) as error:
         try:
-            _save_at_the_end(run, parts, step, saved=saved, row=row)
-        except CheckpointError as failed:
+            _save_at_the_end(run, parts, step, log, saved=saved, has_row=has_row)
+        except MegatronPPOError as failed:
             if isinstance(error, StopRequested):
                 raise
             logger.exception("the run ends without a checkpoint of step %d", step)
@@ -202,12 +204,15 @@ def _saving_what_ends_here(
         raise
 
 
-def _save_at_the_end(run: LoopSettings, parts: Parts, step: int, *, saved: int, row: StepLog | None) -> None:
+def _save_at_the_end(
+    run: LoopSettings, parts: Parts, step: int, log: StepLog, *, saved: int, has_row: bool
+) -> None:
     checkpoints = parts.checkpoints
     if run.checkpoint_period > 0 and (saved != step or checkpoints.overdue):
-        checkpoints.save(step=step, metrics={} if row is None else row.values)
-    if row is not None:
-        row.flush()
+        with log.timed("checkpointing"):
+            checkpoints.save(step=step, metrics=log.values if has_row else {})
+    if has_row:
+        log.flush()
     checkpoints.publish(wait=True)
     if checkpoints.overdue:
         raise CheckpointError(f"step {step} was to be saved before the run ends, which failed")

@@ -36,6 +36,8 @@ ANSWER_GRACE_S = 30.0
 """How much later than its own limit the buffer's answer may come before rank 0 asks itself what is wrong."""
 NOTICED_WITHIN_S = 3.0
 """How long after a process has died the watch over it knows of it, also on a loaded machine."""
+ACKNOWLEDGED_WITHIN_S = 10.0
+"""How long a save waits for the collector to hold still."""
 ABANDONED_AFTER_S = 6.0
 """A failure that the main thread has not met by then (it is inside a collective or a kernel) ends the process."""
 
@@ -222,6 +224,7 @@ class RayGroupSource:
             there were any. The learner waits here for groups that such an engine may be the only one to generate.
         position: is kept up to date with every take.
         check_interrupted: asked on every rank together while nothing is being taken; raises to end the wait.
+        diagnose: what else to say, as a note, when the wait has lasted too long.
     """
 
     def __init__(
@@ -234,6 +237,7 @@ class RayGroupSource:
         refresh_engines: Callable[[], bool] = lambda: False,
         position: KnownPosition | None = None,
         check_interrupted: Callable[[], None] = lambda: None,
+        diagnose: Callable[[], str] = lambda: "",
     ) -> None:
         self._rank_zero = rank_zero
         self._supervisor = supervisor
@@ -242,6 +246,7 @@ class RayGroupSource:
         self._groups_timeout_s = groups_timeout_s
         self._position = position or KnownPosition()
         self._check_interrupted = check_interrupted
+        self._diagnose = diagnose
         self._asked: Any | None = None
 
     def take(self, *, target_step: int) -> list[PromptGroup]:
@@ -287,10 +292,12 @@ class RayGroupSource:
             waited = time.monotonic() - started
             if waited < self._groups_timeout_s:
                 return None, self._asked is not None
-            raise WaitTimeoutError(
+            timeout = WaitTimeoutError(
                 f"step {target_step + 1} has no complete set of groups after {waited:.0f} s, "
                 f"cluster.groups_timeout_s is {self._groups_timeout_s:.0f}; {error}"
-            ) from error
+            )
+            timeout.add_note(self._diagnose())
+            raise timeout from error
         except PartDiedError as error:
             self._asked = None
             self._supervisor.raise_cause_of(error)
@@ -322,7 +329,7 @@ class RayReplaySnapshots:
 
     def snapshot(self) -> str:
         """Buffer, targets, ledger and prompt position of one instant, as JSON text."""
-        self._tell("pause")
+        paused = self._tell("pause")
         try:
             text: str = self._supervisor.call(
                 self._replay.snapshot.remote(),
@@ -336,7 +343,10 @@ class RayReplaySnapshots:
             logger.error("the checkpoint does without the replay buffer's groups: %s", error)
             return self._position.text
         finally:
-            self._tell("resume")
+            if paused:
+                self._tell("resume")
+            else:  # in case it pauses later
+                self._collector.resume.remote()
         return text
 
     def restore(self, snapshot: str | None, *, resume_step: int) -> None:
@@ -348,14 +358,16 @@ class RayReplaySnapshots:
         )
         self._position.text = None if snapshot is None else without_groups(snapshot)
 
-    def _tell(self, what: str) -> None:
-        # The snapshot is of one instant in any case; holding the collector only saves it from wasting work.
+    def _tell(self, what: str) -> bool:
+        """Whether the collector acknowledged it. The snapshot is of one instant without that, too."""
         try:
             self._supervisor.call(
                 getattr(self._collector, what).remote(),
                 what=f"the collector to {what}",
-                timeout_s=30,
+                timeout_s=ACKNOWLEDGED_WITHIN_S,
                 despite_failure=True,
             )
         except (PartDiedError, WaitTimeoutError) as error:
             logger.error("%s", error)
+            return False
+        return True

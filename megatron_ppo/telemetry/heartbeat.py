@@ -116,23 +116,45 @@ class Heartbeat:
             stopping.wait(MIN_SPACING_S)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageNow:
+    """What a main thread is doing.
+
+    Attributes:
+        step: number of the row, None outside of steps.   since_monotonic_s: of `time.monotonic`.
+        count: how many stages were entered before it.
+    """
+
+    stage: str
+    step: int | None
+    since_unix_s: float
+    since_monotonic_s: float
+    count: int
+
+
 class StageClock:
-    """What the main thread of a trainer rank is doing, since when. Written by it, read by the heartbeat's thread.
+    """What the main thread of a trainer rank is doing, since when. Written by it, read by other threads.
 
     Attributes:
         on_change: called by the main thread after each change; must not block.
     """
 
     def __init__(self, stage: str = "starting") -> None:
-        self._now: tuple[str, int | None, float] = (stage, None, time.time())  # replaced whole: no lock
+        self._count = 0
+        self._now = self._begin(stage, None)  # replaced whole: no lock
         self.on_change: Callable[[], None] | None = None
         self._details: dict[str, Callable[[], str]] = {}  # likewise
 
     def enter(self, stage: str, step: int | None) -> None:
         """Stage `stage` of the row with that number of completed steps has begun."""
-        self._now = (stage, step, time.time())
+        self._count += 1
+        self._now = self._begin(stage, step)
         if self.on_change is not None:
             self.on_change()
+
+    def now(self) -> StageNow:
+        """The current stage."""
+        return self._now
 
     def tell(self, name: str, detail: Callable[[], str]) -> None:
         """Add what `detail` says to every description, under `name`; called from the heartbeat's thread."""
@@ -140,9 +162,18 @@ class StageClock:
 
     def describe(self) -> dict[str, object]:
         """As the heartbeat's detail: `stage`, `step`, `stage_since_unix_s`, and what was added by `tell`."""
-        stage, step, since_unix_s = self._now
+        now = self._now
         told = {name: detail() for name, detail in self._details.items()}
-        return {"stage": stage, "step": step, "stage_since_unix_s": since_unix_s, **told}
+        return {"stage": now.stage, "step": now.step, "stage_since_unix_s": now.since_unix_s, **told}
+
+    def _begin(self, stage: str, step: int | None) -> StageNow:
+        return StageNow(
+            stage=stage,
+            step=step,
+            since_unix_s=time.time(),
+            since_monotonic_s=time.monotonic(),
+            count=self._count,
+        )
 
 
 def read_beats(folder: Path) -> list[Beat]:

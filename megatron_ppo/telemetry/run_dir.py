@@ -38,8 +38,8 @@ LOCK_NAME = ".lock"
 DYING_OWNER_S = 20.0
 """How long a killed owner may take to end, on a machine that is busy."""
 
-# Where a run is stored, whether it is continued and how it is shown do not make it another run.
-DIGEST_IGNORED = frozenset({"run.resume", "run.dir", "telemetry"})
+# Where a run is stored, whether it is continued, how it is shown and watched do not make it another run.
+DIGEST_IGNORED = frozenset({"run.resume", "run.dir", "telemetry", "watchdog"})
 
 
 class RunState(StrEnum):

@@ -147,8 +147,27 @@ def format_status(status: RunStatus) -> str:
     if shown:
         lines.append(f"metrics    {', '.join(shown)}")
     for position, beat in enumerate(status.beats):
-        lines.append(f"{'processes' if position == 0 else '':<10} {_process(beat, status)}")
+        told = describe_beat(beat, now_unix_s=status.now_unix_s, may_be_gone=status.life is not Life.RUNNING)
+        lines.append(f"{'processes' if position == 0 else '':<10} {told}")
     return "\n".join(lines)
+
+
+def describe_beat(beat: Beat, *, now_unix_s: float, may_be_gone: bool) -> str:
+    """One line on one process.
+
+    Args:
+        may_be_gone: the run has ended, so it is not worth saying that the process has.
+    """
+    age_s = beat.age_s(now_unix_s)
+    where = f"process {beat.pid}" + ("" if beat.host == socket.gethostname() else f" on {beat.host}")
+    alive = " (gone)" if not may_be_gone and is_gone(beat) else ""
+    detail = dict(beat.detail)
+    since = detail.pop("stage_since_unix_s", None)
+    if isinstance(since, (int, float)):
+        # As of the last beat: what a process does that no longer beats is not known.
+        detail["for"] = _clock(max(0.0, beat.beat_unix_s - since))
+    told = ", ".join(f"{key} {value}" for key, value in detail.items() if value is not None)
+    return f"{beat.process}: {where}{alive}, last sign {_clock(age_s)} ago" + (f"; {told}" if told else "")
 
 
 def is_gone(beat: Beat) -> bool:
@@ -202,19 +221,6 @@ def _state(status: RunStatus) -> str:
             return "DIED without a word (no process holds its lock); run.resume=auto continues it"
         case Life.FINISHED:
             return "finished"
-
-
-def _process(beat: Beat, status: RunStatus) -> str:
-    age_s = beat.age_s(status.now_unix_s)
-    where = f"process {beat.pid}" + ("" if beat.host == socket.gethostname() else f" on {beat.host}")
-    alive = " (gone)" if status.life is Life.RUNNING and is_gone(beat) else ""
-    detail = dict(beat.detail)
-    since = detail.pop("stage_since_unix_s", None)
-    if isinstance(since, (int, float)):
-        # As of the last beat: what a process does that no longer beats is not known.
-        detail["for"] = _clock(max(0.0, beat.beat_unix_s - since))
-    told = ", ".join(f"{key} {value}" for key, value in detail.items() if value is not None)
-    return f"{beat.process}: {where}{alive}, last sign {_clock(age_s)} ago" + (f"; {told}" if told else "")
 
 
 def _clock(seconds: float) -> str:

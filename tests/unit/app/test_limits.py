@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+
 import pytest
 
-from megatron_ppo.app.limits import GENERATION_TIMEOUT_S, control_timeout_s
+import megatron_ppo.loop.async_ppo as loop
+from megatron_ppo.app.limits import GENERATION_TIMEOUT_S, control_timeout_s, stage_deadlines
 from tests.unit.config.composed import changed
 
 
@@ -28,3 +32,22 @@ def test_a_publication_that_first_waits_for_an_engine_is_outwaited() -> None:
 
 def test_a_short_collective_limit_does_not_cut_a_validation_off() -> None:
     assert control_timeout_s(changed({"cluster.process_group_timeout_s": 5.0})) > GENERATION_TIMEOUT_S
+
+
+def test_every_stage_of_the_loop_has_a_deadline_of_its_own_which_the_configuration_moves() -> None:
+    stages = set(re.findall(r'timed\("([^"]+)"\)', inspect.getsource(loop)))
+    assert "policy_training" in stages
+    deadlines = stage_deadlines(
+        changed({"watchdog.training_s": 11.0, "watchdog.refit_s": 500.0, "cluster.groups_timeout_s": 50.0})
+    )
+    assert stages <= deadlines.of.keys()
+    assert deadlines.limit("policy_training") == (11.0, "watchdog.training_s")
+    assert deadlines.limit("weight_sync") == (500.0, "watchdog.refit_s")
+    assert deadlines.limit("exposed_generation")[0] > 50.0
+    assert deadlines.limit("between stages") == (1800.0, "watchdog.other_s")
+
+
+def test_the_watchdog_comes_after_the_limits_of_the_start() -> None:
+    for key in ("cluster.prepare_timeout_s", "inference.start_timeout_s", "refit.timeout_s"):
+        config = changed({key: 1500.0})
+        assert stage_deadlines(config).limit("starting")[0] > max(1500.0, control_timeout_s(config))

@@ -1,0 +1,55 @@
+"""What to tell a person whose run makes no progress: who gives signs of life, which prompts are open, where it waits.
+
+Driven by `app.job` at the moment of the failure, from any thread. Reads the run's files only, because a process that
+does not answer may be the reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+
+from megatron_ppo.protocol.errors import MegatronPPOError
+from megatron_ppo.replay.ledger_report import pending
+from megatron_ppo.telemetry.heartbeat import SILENT_AFTER_S, read_beats
+from megatron_ppo.telemetry.run_dir import RunDirectory
+from megatron_ppo.telemetry.run_status import describe_beat
+
+MAX_PROMPTS = 8
+MAX_FRAMES = 12
+
+
+def diagnosis(directory: RunDirectory) -> str:
+    """Every process with the age of its last sign of life and what it said, then the open prompts."""
+    return "\n".join(["processes:", *_processes(directory), "open prompts:", *_open_prompts(directory)])
+
+
+def main_thread_stack() -> str:
+    """Where the main thread of this process is, innermost frames last."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    lines = traceback.format_stack(frame)[-MAX_FRAMES:] if frame is not None else []
+    return "stack of the main thread:\n" + "".join(lines).rstrip()
+
+
+def _processes(directory: RunDirectory) -> Iterator[str]:
+    now_unix_s = time.time()
+    for beat in read_beats(directory.heartbeats_dir):
+        silent = " SILENT" if beat.age_s(now_unix_s) > SILENT_AFTER_S else ""
+        yield f"  {describe_beat(beat, now_unix_s=now_unix_s, may_be_gone=False)}{silent}"
+
+
+def _open_prompts(directory: RunDirectory) -> Iterator[str]:
+    try:
+        lines = list(pending(directory.ledger_path))
+    except (MegatronPPOError, OSError, ValueError) as error:
+        yield f"  the ledger cannot be read: {error}"
+        return
+    if not lines:
+        yield "  none"
+    yield from (f"  {line}" for line in itertools.islice(lines, MAX_PROMPTS))
+    if len(lines) > MAX_PROMPTS:
+        yield f"  and {len(lines) - MAX_PROMPTS} more: scripts/ledger.py {directory.path} pending"

@@ -1,0 +1,60 @@
+"""What a stuck run says of itself comes from its files, whatever state they are in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatron_ppo.app.diagnosis import MAX_PROMPTS, diagnosis, main_thread_stack
+from megatron_ppo.protocol.schedule import AsyncSchedule
+from megatron_ppo.replay.buffer import PromptGroupBuffer
+from megatron_ppo.replay.journal import LedgerFile
+from megatron_ppo.telemetry.heartbeat import Heartbeat, StageClock
+from megatron_ppo.telemetry.run_dir import RunDirectory
+
+PROMPTS = 4
+
+
+def test_a_diagnosis_names_the_silent_process_and_the_open_prompts(tmp_path: Path) -> None:
+    directory = RunDirectory(path=tmp_path)
+    stages = StageClock()
+    stages.enter("exposed_generation", 3)
+    Heartbeat(directory.heartbeat_path("trainer_rank_0"), describe=stages.describe).beat()
+    collector = directory.heartbeat_path("collector")
+    Heartbeat(collector, describe=lambda: {"in_flight": 3, "loop_lag_s": 0.25}).beat()
+    beat = json.loads(collector.read_text())
+    collector.write_text(json.dumps({**beat, "beat_unix_s": beat["beat_unix_s"] - 100.0}))
+    journal = LedgerFile(directory.ledger_path)
+    buffer = PromptGroupBuffer(
+        schedule=AsyncSchedule(max_num_steps=9, max_trajectory_age_steps=2),
+        num_prompts_per_step=PROMPTS,
+        num_generations_per_prompt=2,
+        journal=journal,
+    )
+    journal.begin(buffer.ledger, step=0, reasons={})
+    buffer.open(0, 2)
+    first = buffer.reserve(3 * PROMPTS)[0]
+    buffer.release(first, reason="generation failed: no answer in 120 s")
+    journal.flush()
+
+    text = diagnosis(directory)
+
+    lines = text.splitlines()
+    assert "stage exposed_generation, step 3" in next(line for line in lines if "trainer_rank_0" in line)
+    silent = next(line for line in lines if "collector" in line)
+    assert "last sign 0:01:4" in silent and "loop_lag_s 0.25" in silent and silent.endswith(" SILENT")
+    assert "ordinal 0: " in text and "(generation failed: no answer in 120 s)" in text
+    assert sum("ordinal " in line for line in lines) == MAX_PROMPTS
+    assert f"and {3 * PROMPTS - MAX_PROMPTS} more: scripts/ledger.py {tmp_path} pending" in text
+
+
+def test_a_run_without_files_is_diagnosed_as_well(tmp_path: Path) -> None:
+    assert "open prompts:" in diagnosis(RunDirectory(path=tmp_path))
+    (tmp_path / "ledger.jsonl").mkdir()
+    assert "the ledger cannot be read" in diagnosis(RunDirectory(path=tmp_path))
+
+
+def test_the_stack_ends_where_the_main_thread_is() -> None:
+    stack = main_thread_stack()
+    assert stack.startswith("stack of the main thread:\n")
+    assert "test_the_stack_ends_where_the_main_thread_is" in stack

@@ -1,0 +1,128 @@
+"""A stage that lasts too long is noticed, also while the main thread sits in a C call or never gives up the lock."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from megatron_ppo.telemetry import watchdog
+from megatron_ppo.telemetry.heartbeat import StageClock
+from megatron_ppo.telemetry.watchdog import STOPPED_AFTER_S, Deadlines, Overdue, Watchdog
+
+DEADLINES = Deadlines(
+    otherwise=(1000.0, "watchdog.other_s"), of={"policy_training": (0.05, "watchdog.training_s")}
+)
+
+
+@pytest.fixture
+def disarmed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """pytest has a use of its own for the interpreter's one timer."""
+    armed: list[float] = []
+    monkeypatch.setattr(Watchdog, "_arm", lambda self, timeout_s: armed.append(timeout_s))
+    return armed
+
+
+def watching(stages: StageClock) -> Watchdog:
+    return Watchdog(stages=stages, deadlines=DEADLINES, on_overdue=lambda overdue: None)
+
+
+def test_a_stage_is_overdue_after_its_own_deadline_and_not_before(disarmed: list[float]) -> None:
+    stages = StageClock()
+    dog = watching(stages)
+    assert dog.look(late_s=0.0) is None
+    assert disarmed[-1] == pytest.approx(1000.0 + watchdog.GRACE_S, abs=1.0)
+    stages.enter("policy_training", 7)
+    assert dog.look(late_s=0.0) is None
+    time.sleep(0.1)
+    overdue = dog.look(late_s=0.0)
+    assert overdue is not None and (overdue.stage, overdue.step) == ("policy_training", 7)
+    assert re.fullmatch(
+        r"no progress for 0 s in stage 'policy_training' of step 7; watchdog.training_s is 0.05", str(overdue)
+    )
+    assert disarmed[-1] == watchdog.GRACE_S
+
+
+def test_every_entry_into_a_stage_begins_a_new_wait(disarmed: list[float]) -> None:
+    stages = StageClock()
+    dog = watching(stages)
+    for epoch in range(4):
+        stages.enter("policy_training", epoch)
+        time.sleep(0.03)
+        assert dog.look(late_s=0.0) is None
+    stages.enter("weight_sync", 3)
+    time.sleep(0.1)
+    assert dog.look(late_s=0.0) is None
+
+
+def test_time_in_which_the_process_did_not_run_is_no_waiting(disarmed: list[float]) -> None:
+    stages = StageClock()
+    dog = watching(stages)
+    stages.enter("policy_training", 1)
+    dog.look(late_s=0.0)
+    time.sleep(0.1)
+    assert dog.look(late_s=STOPPED_AFTER_S + 1.0) is None
+    stages.enter("policy_training", 2)  # and not excused any more
+    time.sleep(0.1)
+    assert dog.look(late_s=0.0) is not None
+
+
+def test_an_overdue_stage_is_reported_once(monkeypatch: pytest.MonkeyPatch, disarmed: list[float]) -> None:
+    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback", lambda **_: None)
+    stages = StageClock()
+    reported: list[Overdue] = []
+    dog = Watchdog(stages=stages, deadlines=DEADLINES, on_overdue=reported.append, poll_s=0.01)
+    with dog.in_thread():
+        stages.enter("policy_training", 3)
+        time.sleep(0.5)
+    assert [overdue.stage for overdue in reported] == ["policy_training"]
+
+
+def stuck(body: str) -> subprocess.CompletedProcess[str]:
+    program = """
+        import ctypes, os, sys
+        from megatron_ppo.telemetry import watchdog
+        from megatron_ppo.telemetry.heartbeat import StageClock
+        from megatron_ppo.telemetry.watchdog import Deadlines, Watchdog
+
+        def end(overdue):
+            print(overdue, flush=True)
+            os._exit(1)
+
+        watchdog.GRACE_S = 1.0
+        stages = StageClock()
+        deadlines = Deadlines(otherwise=(0.3, "watchdog.other_s"))
+
+        def sit_in_a_collective(library):
+            barrier = (ctypes.c_char * 64)()
+            library.pthread_barrier_init(barrier, None, 2)
+            library.pthread_barrier_wait(barrier)
+
+        with Watchdog(stages=stages, deadlines=deadlines, on_overdue=end, poll_s=0.1).in_thread():
+            stages.enter("weight_sync", 5)
+    """
+    source = textwrap.dedent(program) + textwrap.indent(body, "    ")
+    return subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_a_main_thread_inside_a_c_call_is_noticed_and_its_stack_written() -> None:
+    result = stuck("sit_in_a_collective(ctypes.CDLL(None))")
+    assert result.returncode == 1
+    assert re.match(
+        r"no progress for \d s in stage 'weight_sync' of step 5; watchdog.other_s is 0.3", result.stdout
+    )
+    assert "in sit_in_a_collective" in result.stderr
+
+
+def test_a_process_whose_lock_is_never_given_up_ends_all_the_same() -> None:
+    # PyDLL keeps the interpreter lock during the call.
+    result = stuck("import time; time.sleep(0.2); sit_in_a_collective(ctypes.PyDLL(None))")
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert "Timeout" in result.stderr and "in sit_in_a_collective" in result.stderr
