@@ -69,6 +69,10 @@ BAD_VALUES: list[tuple[dict[str, Any], list[str]]] = [
             "collector.max_concurrent_groups: got 3; must be null or >= algorithm.num_prompts_per_step=4",
         ],
     ),
+    (
+        {"watchdog.refit_s": 100.0, "refit.timeout_s": 120.0},
+        ["watchdog.refit_s", "got 100", "refit.timeout_s = 120"],
+    ),
     ({"schedule.max_trajectory_age_steps": -1}, ["schedule.max_trajectory_age_steps", "-1", ">= 0"]),
     (
         {"schedule.max_trajectory_age_steps": 3, "schedule.warmup_generation_lead_steps": 2},
