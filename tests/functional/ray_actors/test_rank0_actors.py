@@ -127,20 +127,31 @@ def test_a_killed_actor_is_raised_in_whatever_the_main_thread_waits_for(
     assert abandoned.messages == []
 
 
-def test_a_main_thread_that_does_not_come_by_is_abandoned_with_the_cause(
+def test_a_main_thread_that_does_not_come_by_is_abandoned_unless_it_can_do_without_the_dead_process(
     supervisor: Supervisor, bystander: Any, abandoned: Abandoned
 ) -> None:
     from megatron_ppo.ray_actors.rank0 import ABANDONED_AFTER_S
 
-    victim = start_dummy()
-    pid = pid_of(victim)
-    supervisor.watch({bystander.watch.remote(): "the collector", victim.watch.remote(): "the replay buffer"})
-    os.kill(pid, signal.SIGKILL)
+    dispensable, victim = start_dummy(), start_dummy()
+    first, second = pid_of(dispensable), pid_of(victim)
+    supervisor.watch(
+        {dispensable.watch.remote(): "the replay buffer", victim.watch.remote(): "engine 1"},
+        dispensable=("the replay buffer",),
+    )
+    os.kill(first, signal.SIGKILL)
+    # The step goes on, and calls to others are answered, until somebody asks.
+    with pytest.raises(PartDiedError, match=r"^the replay buffer died: "):
+        supervisor.call(bystander.sleep.remote(300), what="the window to open", timeout_s=CALL_S)
+    waiting = bystander.sleep.remote(0.5)
+    assert supervisor.call(waiting, what="a nap", timeout_s=CALL_S, despite_failure=True) == "slept"
+    assert abandoned.messages == []
+    supervisor._met.clear()  # as if nobody had asked
+    os.kill(second, signal.SIGKILL)
     killed = time.monotonic()
     assert abandoned.event.wait(NOTICE_S + 10), "the supervisor never gave up on the main thread"
     assert time.monotonic() - killed >= ABANDONED_AFTER_S
     assert len(abandoned.messages) == 1
-    assert abandoned.messages[0].startswith("the replay buffer died: ")
+    assert abandoned.messages[0].startswith("the replay buffer died: "), "the first death is the cause"
 
 
 @pytest.mark.parametrize(
@@ -278,6 +289,58 @@ def test_a_collector_that_reported_its_death_ends_a_waiting_take(replay: Any, su
         source.take(target_step=0)
 
 
+def test_groups_that_come_although_the_collector_has_died_are_handed_out(
+    replay: Any, supervisor: Supervisor
+) -> None:
+    """They count as trained, so they must be: the run ends after their step."""
+    victim = start_dummy()
+    pid = pid_of(victim)
+    supervisor.watch({victim.watch.remote(): "the collector"}, dispensable=("the collector",))
+    source = source_over(replay, supervisor)
+    source.open(step=0, frontier=SCHEDULE.frontier(0))
+    asked = threading.Thread(target=lambda: (time.sleep(0.3), os.kill(pid, signal.SIGKILL), fill(replay, 0)))
+    asked.start()
+    assert len(source.take(target_step=0)) == PROMPTS
+    asked.join()
+    with pytest.raises(PartDiedError, match=r"^the collector died: "):
+        deadline = time.monotonic() + NOTICE_S
+        while time.monotonic() < deadline:
+            supervisor.raise_if_failed()
+
+
+def test_the_snapshot_of_a_dead_buffer_is_the_position_of_the_last_take(
+    replay: Any, supervisor: Supervisor, cluster: Path
+) -> None:
+    import ray
+
+    from megatron_ppo.ray_actors.rank0 import KnownPosition, RankZero, RayGroupSource, RayReplaySnapshots
+    from megatron_ppo.replay.state import from_json
+
+    collector, position = start_dummy(), KnownPosition()
+    snapshots = RayReplaySnapshots(
+        supervisor=supervisor, replay=replay, collector=collector, position=position
+    )
+    source = RayGroupSource(
+        rank_zero=RankZero(rank=0, world_size=1, group=None),
+        supervisor=supervisor,
+        replay=replay,
+        groups_timeout_s=CALL_S,
+        position=position,
+    )
+    source.open(step=0, frontier=SCHEDULE.frontier(0))
+    fill(replay, 0)
+    groups = source.take(target_step=0)
+    ray.kill(collector)
+    whole = from_json(snapshots.snapshot())  # without a collector that could be held still
+    assert whole.lowest_unfinished == 1 and len(whole.groups) > 0
+    ray.kill(replay)
+    left = from_json(snapshots.snapshot())
+    assert (left.lowest_unfinished, left.groups, left.ledger) == (1, (), whole.ledger)
+    with pytest.raises(PartDiedError, match="groups of step 1"):
+        source.take(target_step=1)
+    assert {group.ordinal for group in groups} == set(range(PROMPTS))
+
+
 def test_groups_of_a_late_answer_are_not_lost(
     cluster: Path, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,12 +355,12 @@ def test_groups_of_a_late_answer_are_not_lost(
         def __init__(self) -> None:
             self.calls = 0
 
-        def take(self, *, target_step: int, timeout_s: float) -> list[str]:
+        def take_with_position(self, *, target_step: int, timeout_s: float) -> tuple[list[str], str]:
             self.calls += 1
             if self.calls > 1:
                 raise GroupMismatchError(f"target step {target_step} cannot be consumed again")
             time.sleep(2.0)
-            return ["group"]
+            return ["group"], "{}"
 
     monkeypatch.setattr(rank0, "ANSWER_GRACE_S", 0.5 - rank0.POLL_S)
     replay = LateReplay.remote()

@@ -31,7 +31,7 @@ def test_every_rank_gets_the_result_or_the_failure_of_rank_zero(pair: WorkerGrou
     assert one["calls"] == []
     assert zero["raised"] == "NonFiniteError: the reward is NaN"
     assert one["raised"] == (
-        "PartDiedError: rank 0 failed during validation after step 5: NonFiniteError: the reward is NaN"
+        "RankZeroFailedError: rank 0 failed during validation after step 5: NonFiniteError: the reward is NaN"
     )
 
 
@@ -39,7 +39,7 @@ def test_a_result_that_cannot_be_pickled_is_an_error_on_every_rank(pair: WorkerG
     zero, one = pair.run(f"{JOBS}:result_that_cannot_be_sent")
     cause = "TypeError: the result of the start of the actors is a function that cannot be sent to the other ranks: "
     assert zero[0].startswith(cause)
-    assert one[0].startswith(f"PartDiedError: rank 0 failed during the start of the actors: {cause}")
+    assert one[0].startswith(f"RankZeroFailedError: rank 0 failed during the start of the actors: {cause}")
     assert zero[1] == one[1] == "passed"
 
 
