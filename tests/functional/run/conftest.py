@@ -11,11 +11,11 @@ from launcher import Launched
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
-    """launch(*words, nproc=1, base="run"): starts a job in the test's own folder."""
+    """launch(*words, nproc=1, base="run", max_restarts=0): starts a job in the test's own folder."""
     launched: list[Launched] = []
 
-    def start(*words: str, nproc: int = 1, base: str = "run") -> Launched:
-        launched.append(Launched(tmp_path / base, words, nproc=nproc))
+    def start(*words: str, nproc: int = 1, base: str = "run", max_restarts: int = 0) -> Launched:
+        launched.append(Launched(tmp_path / base, words, nproc=nproc, max_restarts=max_restarts))
         return launched[-1]
 
     yield start

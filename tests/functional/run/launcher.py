@@ -34,14 +34,20 @@ class Launched:
     """
 
     def __init__(
-        self, base: Path, words: Sequence[str], *, nproc: int = 1, env: Mapping[str, str] | None = None
+        self,
+        base: Path,
+        words: Sequence[str],
+        *,
+        nproc: int = 1,
+        env: Mapping[str, str] | None = None,
+        max_restarts: int = 0,
     ) -> None:
         self.base = base
         base.parent.mkdir(parents=True, exist_ok=True)
         self.output_path = base.parent / f"{base.name}.{time.time_ns()}.out"
         command = [
             sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}",
-            "--master-addr=127.0.0.1", f"--master-port={free_port()}", str(SCRIPT),
+            f"--max-restarts={max_restarts}", "--master-addr=127.0.0.1", f"--master-port={free_port()}", str(SCRIPT),
             f"run.dir={base}", f"cluster.model_cache_dir={MODEL_CACHE}", *words,
         ]  # fmt: skip
         with self.output_path.open("wb") as output:

@@ -1,4 +1,4 @@
-"""Any process of a run is killed: it survives, or ends within 15 s, says why, and leaves nothing behind.
+"""Any process of a run is killed: it survives, or ends within 15 s with a checkpoint, says why, and leaves no process.
 
 Deaths of trainer ranks and of everything at once are in `test_kills.py`.
 """
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.vllm, pytest.mark.ray, pytest.ma
 
 ENDLESS = [
     "+experiment=cpu_smoke", "run.max_num_steps=100000", "validation.period=0", "validation.at_start=false",
-    "validation.at_end=false", "checkpoint.period=0", "gates.age_in_versions=null",
+    "validation.at_end=false", "checkpoint.period=100000", "gates.age_in_versions=null",
 ]  # fmt: skip
 
 VICTIMS: dict[str, tuple[Callable[[Launched], psutil.Process], str]] = {
@@ -45,6 +45,9 @@ def test_a_killed_process_ends_the_run_with_its_cause(launch: Callable[..., Laun
     # The promise is 15 s on a free machine; the test machine runs other jobs, so it asserts no more than twice that.
     assert ended_after_s < 30, job.output
     assert job.survivors(within_s=15) == []
+    if "engine" not in victim:
+        # The step that was going on is finished and saved, although no save was due.
+        assert f"continues from step {job.rows()[-1]['step']}" in job.output, job.output
 
 
 def survives(
