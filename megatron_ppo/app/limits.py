@@ -38,15 +38,17 @@ def stage_deadlines(config: RunConfig) -> Deadlines:
     watchdog, cluster = config.watchdog, config.cluster
     scoring = (watchdog.scoring_s, "watchdog.scoring_s")
     training = (watchdog.training_s, "watchdog.training_s")
+    # Each engine that is built again meanwhile begins the wait anew.
+    waits = 1 + config.inference.replicas * config.inference.max_engine_restarts
+    wait_s = CONTROL_MARGIN_S + waits * (
+        cluster.groups_timeout_s + config.inference.start_timeout_s + watchdog.refit_s
+    )
     start_s = 2 * cluster.prepare_timeout_s + config.inference.start_timeout_s + control_timeout_s(config)
     return Deadlines(
         otherwise=(watchdog.other_s, "watchdog.other_s"),
         of={
             "starting": (start_s, "the sum of the limits of a start"),
-            "exposed_generation": (
-                cluster.groups_timeout_s + CONTROL_MARGIN_S,
-                f"cluster.groups_timeout_s with a margin of {CONTROL_MARGIN_S:.0f} s",
-            ),
+            "exposed_generation": (wait_s, "the sum of the limits of a wait for groups"),
             "data_processing": scoring,
             "value_inference": scoring,
             "policy_and_reference_logprobs": scoring,
