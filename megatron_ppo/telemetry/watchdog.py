@@ -77,10 +77,11 @@ class Watchdog:
         self._entered = -1
         self._excused_s = 0.0
 
-    def look(self, *, late_s: float) -> Overdue | None:
+    def look(self, *, at_s: float, late_s: float) -> Overdue | None:
         """The current stage if it has outlasted its deadline.
 
         Args:
+            at_s: now, of `time.monotonic`.
             late_s: how much later than asked this look comes. Time in which nothing ran is no waiting.
         """
         now = self._stages.now()
@@ -88,7 +89,7 @@ class Watchdog:
             self._entered, self._excused_s = now.count, 0.0
         elif late_s > STOPPED_AFTER_S:
             self._excused_s += late_s
-        waited_s = time.monotonic() - now.since_monotonic_s - self._excused_s
+        waited_s = at_s - now.since_monotonic_s - self._excused_s
         limit_s, key = self._deadlines.limit(now.stage)
         self._arm(max(0.0, limit_s - waited_s) + GRACE_S)
         if waited_s <= limit_s:
@@ -112,7 +113,7 @@ class Watchdog:
         looked = time.monotonic()
         while not stopping.wait(self._poll_s):
             now = time.monotonic()
-            overdue = self.look(late_s=now - looked - self._poll_s)
+            overdue = self.look(at_s=now, late_s=now - looked - self._poll_s)
             looked = now
             if overdue is not None:
                 faulthandler.dump_traceback(file=sys.stderr, all_threads=True)

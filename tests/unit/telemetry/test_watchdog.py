@@ -15,7 +15,7 @@ from megatron_ppo.telemetry.heartbeat import StageClock
 from megatron_ppo.telemetry.watchdog import STOPPED_AFTER_S, Deadlines, Overdue, Watchdog
 
 DEADLINES = Deadlines(
-    otherwise=(1000.0, "watchdog.other_s"), of={"policy_training": (0.05, "watchdog.training_s")}
+    otherwise=(1000.0, "watchdog.other_s"), of={"policy_training": (5.0, "watchdog.training_s")}
 )
 
 
@@ -31,18 +31,22 @@ def watching(stages: StageClock) -> Watchdog:
     return Watchdog(stages=stages, deadlines=DEADLINES, on_overdue=lambda overdue: None)
 
 
+def look(dog: Watchdog, stages: StageClock, *, after_s: float, late_s: float = 0.0) -> Overdue | None:
+    """So long after the current stage was entered."""
+    return dog.look(at_s=stages.now().since_monotonic_s + after_s, late_s=late_s)
+
+
 def test_a_stage_is_overdue_after_its_own_deadline_and_not_before(disarmed: list[float]) -> None:
     stages = StageClock()
     dog = watching(stages)
-    assert dog.look(late_s=0.0) is None
-    assert disarmed[-1] == pytest.approx(1000.0 + watchdog.GRACE_S, abs=1.0)
+    assert look(dog, stages, after_s=990.0) is None
+    assert disarmed[-1] == pytest.approx(10.0 + watchdog.GRACE_S)
     stages.enter("policy_training", 7)
-    assert dog.look(late_s=0.0) is None
-    time.sleep(0.1)
-    overdue = dog.look(late_s=0.0)
+    assert look(dog, stages, after_s=4.9) is None
+    overdue = look(dog, stages, after_s=5.1)
     assert overdue is not None and (overdue.stage, overdue.step) == ("policy_training", 7)
-    assert re.fullmatch(
-        r"no progress for 0 s in stage 'policy_training' of step 7; watchdog.training_s is 0.05", str(overdue)
+    assert (
+        str(overdue) == "no progress for 5 s in stage 'policy_training' of step 7; watchdog.training_s is 5"
     )
     assert disarmed[-1] == watchdog.GRACE_S
 
@@ -52,33 +56,38 @@ def test_every_entry_into_a_stage_begins_a_new_wait(disarmed: list[float]) -> No
     dog = watching(stages)
     for epoch in range(4):
         stages.enter("policy_training", epoch)
-        time.sleep(0.03)
-        assert dog.look(late_s=0.0) is None
+        assert look(dog, stages, after_s=4.0) is None
     stages.enter("weight_sync", 3)
-    time.sleep(0.1)
-    assert dog.look(late_s=0.0) is None
+    assert look(dog, stages, after_s=999.0) is None
 
 
 def test_time_in_which_the_process_did_not_run_is_no_waiting(disarmed: list[float]) -> None:
     stages = StageClock()
     dog = watching(stages)
     stages.enter("policy_training", 1)
-    dog.look(late_s=0.0)
-    time.sleep(0.1)
-    assert dog.look(late_s=STOPPED_AFTER_S + 1.0) is None
+    assert look(dog, stages, after_s=1.0) is None
+    stopped_s = STOPPED_AFTER_S + 1.0
+    assert look(dog, stages, after_s=1.0 + stopped_s, late_s=stopped_s) is None
+    assert look(dog, stages, after_s=4.5 + stopped_s) is None
+    assert look(dog, stages, after_s=5.5 + stopped_s) is not None
     stages.enter("policy_training", 2)  # and not excused any more
-    time.sleep(0.1)
-    assert dog.look(late_s=0.0) is not None
+    assert look(dog, stages, after_s=5.5) is not None
 
 
 def test_an_overdue_stage_is_reported_once(monkeypatch: pytest.MonkeyPatch, disarmed: list[float]) -> None:
     monkeypatch.setattr(watchdog.faulthandler, "dump_traceback", lambda **_: None)
     stages = StageClock()
     reported: list[Overdue] = []
-    dog = Watchdog(stages=stages, deadlines=DEADLINES, on_overdue=reported.append, poll_s=0.01)
+    soon = Deadlines(
+        otherwise=(1000.0, "watchdog.other_s"), of={"policy_training": (0.05, "watchdog.training_s")}
+    )
+    dog = Watchdog(stages=stages, deadlines=soon, on_overdue=reported.append, poll_s=0.01)
     with dog.in_thread():
         stages.enter("policy_training", 3)
-        time.sleep(0.5)
+        deadline = time.monotonic() + 30
+        while not reported and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.2)
     assert [overdue.stage for overdue in reported] == ["policy_training"]
 
 
