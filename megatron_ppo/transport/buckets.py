@@ -15,16 +15,6 @@ from megatron_ppo.protocol.errors import RefitError
 from megatron_ppo.protocol.weights import Bucket, TensorMeta
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-
-
-def tensor_meta(name: str, tensor: Tensor) -> TensorMeta:
-    """Describe a full tensor for the manifest. Raises: RefitError for a dtype that no refit carries."""
-    if tensor.dtype not in _DTYPE_NAMES:
-        raise RefitError(
-            f"tensor {name} has dtype {tensor.dtype}; a refit carries one of {sorted(TORCH_DTYPES)}"
-        )
-    return TensorMeta(name=name, shape=tuple(tensor.shape), dtype=_DTYPE_NAMES[tensor.dtype])
 
 
 def pack_bucket(bucket: Bucket, tensors: Iterator[Tensor], buffer: Tensor) -> Tensor:

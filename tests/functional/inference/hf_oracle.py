@@ -10,7 +10,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megatron_ppo.protocol.trajectory import Completion
 from megatron_ppo.protocol.weights import TensorMeta
-from megatron_ppo.transport.buckets import tensor_meta
+from tests.weight_metadata import tensor_meta
 
 VOCABULARY = 300
 MAX_MODEL_LEN = 512

@@ -16,8 +16,8 @@ from megatron_ppo.protocol.errors import RefitError
 from megatron_ppo.protocol.weights import RefitGroupSpec, TensorMeta, WeightManifest
 from megatron_ppo.refit.broadcast import BroadcastRefit
 from megatron_ppo.transport.broadcast_group import BroadcastGroup, BroadcastStore
-from megatron_ppo.transport.buckets import tensor_meta
 from megatron_ppo.transport.streams import receive_stream
+from tests.weight_metadata import tensor_meta
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 20.0

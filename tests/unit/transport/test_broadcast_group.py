@@ -14,7 +14,8 @@ import torch
 from megatron_ppo.protocol.errors import RefitError, WaitTimeoutError
 from megatron_ppo.protocol.weights import WeightManifest
 from megatron_ppo.transport.broadcast_group import BroadcastGroup, BroadcastStore
-from megatron_ppo.transport.buckets import pack_bucket, tensor_meta, views_of_bucket
+from megatron_ppo.transport.buckets import pack_bucket, views_of_bucket
+from tests.weight_metadata import tensor_meta
 
 CPU = torch.device("cpu")
 
@@ -172,8 +173,3 @@ def test_a_source_that_disagrees_with_its_metadata_is_named(yielded: list[torch.
     [bucket] = manifest.buckets()
     with pytest.raises(RefitError, match=message):
         pack_bucket(bucket, iter(yielded), torch.empty(100, dtype=torch.uint8))
-
-
-def test_a_dtype_that_no_refit_carries_is_named():
-    with pytest.raises(RefitError, match=r"tensor w has dtype torch\.int64"):
-        tensor_meta("w", torch.zeros(2, dtype=torch.int64))

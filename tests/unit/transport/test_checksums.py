@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ppo.protocol.weights import WeightManifest
-from megatron_ppo.transport.buckets import pack_bucket, tensor_meta
+from megatron_ppo.transport.buckets import pack_bucket
 from megatron_ppo.transport.checksums import checksum, checksums
+from tests.weight_metadata import tensor_meta
 
 # More than two blocks of 2^17 words, and an end that is no whole word.
 LONG = 3 * 2**20 + 5

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_ppo.protocol.errors import RefitError, WaitTimeoutError
 from megatron_ppo.transport.broadcast_group import BroadcastGroup, BroadcastStore, PendingBroadcast
-from megatron_ppo.transport.buckets import tensor_meta
 from megatron_ppo.transport.streams import broadcast_sizes, manifest_for, receive_stream, send_stream
+from tests.weight_metadata import tensor_meta
 
 CPU = torch.device("cpu")
 STAGING_BYTES = 2000
