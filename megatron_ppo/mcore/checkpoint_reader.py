@@ -22,8 +22,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor,
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron_ppo.mcore import platform
 from megatron_ppo.mcore.checkpoint_safety import METADATA_FILE, check_objects, read_metadata
-from megatron_ppo.mcore.checkpoint_writer import COMMON_FILE, on_rank_zero
+from megatron_ppo.mcore.checkpoint_writer import on_rank_zero
 from megatron_ppo.protocol.errors import CheckpointError
 
 # What torch and pickle raise for a file that ends too early or holds something else.
@@ -102,10 +103,8 @@ def _check_files(path: Path) -> None:
         check_objects(path, metadata)
     except _UNREADABLE as error:
         raise CheckpointError(f"{path} is torn: a stored object cannot be read: {error!r}") from error
-    # 0.19.x saves the common state with the shards, 0.16.x in a file of its own, and stumbles over its absence.
-    with_shards = any(key.startswith("common_state") for key in metadata.state_dict_metadata)
-    if not with_shards and not (path / COMMON_FILE).is_file():
-        raise CheckpointError(f"{path} is torn: {COMMON_FILE} is missing")
+    if platform.lacks_common_file(path, metadata.state_dict_metadata):
+        raise CheckpointError(f"{path} is torn: {platform.COMMON_FILE} is missing")
     try:
         _common(path)
     except _UNREADABLE as error:

@@ -22,17 +22,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from megatron_ppo.mcore import platform
 from megatron_ppo.protocol.errors import CheckpointError, with_causes
 
 logger = logging.getLogger(__name__)
-
-COMMON_FILE = "common.pt"
-_BACKEND, _VERSION = "torch_dist", 1
 
 
 class StagedSave:
@@ -40,7 +35,7 @@ class StagedSave:
 
     Args:
         writer: Megatron's, after planning.   metadata: of the whole checkpoint; on rank 0 only.
-        common: content of common.pt, on rank 0 of versions that have such a file.
+        common: content of common.pt, where rank 0 writes such a file (see `platform.plan_checkpoint`).
     """
 
     def __init__(self, path: Path, *, writer: Any, metadata: Any, common: bytes | None) -> None:
@@ -56,7 +51,7 @@ class StagedSave:
         """Write and flush this rank's files; in any thread, without the other ranks. A failure is kept for `commit`."""
         try:
             if self._common is not None:
-                _write_durably(self._path / COMMON_FILE, self._common)
+                _write_durably(self._path / platform.COMMON_FILE, self._common)
             while self._buckets:  # each is let go as soon as it is on disk
                 self._results += platform.write_checkpoint_bucket(self._writer, self._buckets.pop(0))
         except Exception as error:  # the border of the writing thread: raised on every rank by `commit`
@@ -78,7 +73,9 @@ class StagedSave:
 
         def complete() -> None:
             self._writer.finish(self._metadata, [results for _, results in shares])
-            save_config(CheckpointingConfig(_BACKEND, _VERSION), str(self._path))
+            save_config(
+                CheckpointingConfig(platform.CHECKPOINT_BACKEND, platform.CHECKPOINT_VERSION), str(self._path)
+            )
 
         on_rank_zero(complete)
 
@@ -112,28 +109,9 @@ def stage(state: Mapping[str, Any], path: Path, *, live: Sequence[torch.Tensor])
             gathered or cloned for this save already (the optimizer's state, on the first data-parallel rank) is not
             copied again.
     """
-    strategy = _PlanningStrategy(_BACKEND, _VERSION, thread_count=1)
-    with platform.checkpoint_planning() as common:
-        dist_checkpointing.save(
-            dict(state), str(path), strategy, async_sharded_save=True, **platform.own_async_strategy()
-        )
-    writer, metadata = strategy.planned
+    writer, metadata, common = platform.plan_checkpoint(state, path)
     writer.write_buckets = _copied(writer, {tensor.untyped_storage().data_ptr() for tensor in live})
     return StagedSave(path, writer=writer, metadata=metadata, common=_serialised(common))
-
-
-class _PlanningStrategy(TorchDistSaveShardedStrategy):
-    """Keeps the plan instead of making callbacks of it."""
-
-    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any, *_: object) -> Any:
-        # The last argument exists in 0.19.x only. `save` appends to the list of what it gets back.
-        self.planned = (writer, planned[1])
-        return _NoRequest()
-
-
-class _NoRequest:
-    def __init__(self) -> None:
-        self.finalize_fns: list[Callable[[], None]] = []
 
 
 def _copied(writer: Any, live: set[int]) -> list[Any]:

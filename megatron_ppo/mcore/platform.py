@@ -16,26 +16,21 @@ import inspect
 import logging
 import os
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
-from types import SimpleNamespace, TracebackType
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from megatron_ppo.mcore import gloo_uneven
+from megatron_ppo.mcore import cpu_device, gloo_uneven
 from megatron_ppo.protocol.errors import MegatronPPOError
 from megatron_ppo.telemetry.accelerators import Kernels, Precision, TransformerImpl, probe, select
 
-_FACTORIES = (
-    "tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint",
-    "empty_like", "zeros_like", "ones_like", "full_like", "as_tensor",
-)  # fmt: skip
-_CUDA_TYPE_NAMES = {
-    torch.float32: "torch.cuda.FloatTensor",
-    torch.float16: "torch.cuda.HalfTensor",
-    torch.bfloat16: "torch.cuda.BFloat16Tensor",
-}
+# Of the files of a checkpoint, in both versions; the last one is written by 0.16.x only.
+CHECKPOINT_BACKEND, CHECKPOINT_VERSION = "torch_dist", 1
+COMMON_FILE = "common.pt"
 _state = {"installed": False}
 
 
@@ -65,8 +60,8 @@ def install() -> None:
                 "without CUDA it must come after"
             )
         with _compile_disabled():
-            _patch_cuda_module()
-            _patch_tensors()
+            cpu_device.patch_cuda_module()
+            cpu_device.patch_tensors()
             _quiet_cuda_search()
             _import_megatron()
         _patch_megatron_rng()
@@ -124,127 +119,6 @@ def _compile_disabled() -> Any:
         yield
     finally:
         torch.compile = original
-
-
-class _Event:
-    """Stands in for a CUDA event; on the CPU everything has already happened."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def record(self, *_: Any) -> None:
-        """Nothing to record."""
-
-    def wait(self, *_: Any) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def query(self) -> bool:
-        """Always complete."""
-        return True
-
-    def elapsed_time(self, *_: Any) -> float:
-        """No device time passes."""
-        return 0.0
-
-
-class _Stream:
-    """Stands in for a CUDA stream; work on the CPU is already in order."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def wait_stream(self, *_: Any) -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, *_: Any) -> None:
-        """Nothing to wait for."""
-
-    def record_event(self, *_: Any) -> _Event:
-        """An event that has happened."""
-        return _Event()
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
-
-
-def _patch_cuda_module() -> None:
-    cuda: Any = torch.cuda
-    cpu, stream = torch.device("cpu"), _Stream()
-
-    # A new function object per name: dynamo refuses one object under two names.
-    def nothing() -> Callable[..., None]:
-        return lambda *_, **__: None
-
-    def zero() -> Callable[..., int]:
-        return lambda *_, **__: 0
-
-    def get_state() -> Callable[..., torch.Tensor]:
-        return lambda device=None: torch.get_rng_state()
-
-    def set_state() -> Callable[..., None]:
-        return lambda state, device=None: torch.set_rng_state(state)
-
-    def manual_seed(seed: int) -> None:
-        # Not torch.manual_seed: that one calls back into torch.cuda.
-        torch.default_generator.manual_seed(seed)
-
-    cuda.current_device = lambda: cpu
-    cuda.manual_seed = manual_seed
-    for name in ("synchronize", "empty_cache", "set_device"):
-        setattr(cuda, name, nothing())
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved"):
-        setattr(cuda, name, zero())
-    for module in (cuda, cuda.random):
-        module.get_rng_state, module.set_rng_state = get_state(), set_state()
-    cuda.Stream, cuda.Event = _Stream, _Event
-    cuda.current_stream = lambda *_: stream
-    cuda.default_stream = lambda *_: stream
-    cuda.stream = lambda *_: contextlib.nullcontext()
-
-
-def _patch_tensors() -> None:
-    cpu = torch.device("cpu")
-    # `with torch.device(...)` recognises factories by identity, in a set made on first use: make it of the
-    # originals.
-    device_module: Any = import_module("torch.utils._device")
-    device_module._device_constructors()
-
-    def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def create(*args: Any, **kwargs: Any) -> torch.Tensor:
-            where = kwargs.get("device")
-            if where is not None and where is not cpu and str(where).startswith("cuda"):
-                kwargs["device"] = cpu
-            if kwargs.get("pin_memory"):
-                kwargs["pin_memory"] = False
-            return factory(*args, **kwargs)
-
-        return create
-
-    for name in _FACTORIES:
-        setattr(torch, name, on_cpu(getattr(torch, name)))
-    original_type = torch.Tensor.type
-
-    def type_name(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if dtype is None and not args and self.dtype in _CUDA_TYPE_NAMES:
-            return _CUDA_TYPE_NAMES[self.dtype]
-        return original_type(self, dtype, *args, **kwargs) if dtype is not None else original_type(self)
-
-    tensor_class: Any = torch.Tensor
-    tensor_class.type = type_name
-    tensor_class.cuda = lambda self, *_, **__: self
-    module_class: Any = torch.nn.Module
-    module_class.cuda = lambda self, *_, **__: self
 
 
 def _patch_megatron_rng() -> None:
@@ -352,9 +226,39 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def plan_checkpoint(state: Mapping[str, Any], folder: Path) -> tuple[Any, Any, list[Any]]:
+    """Plan a save in the torch_dist format without touching the disk or starting a process. Collective.
+
+    0.19.x asks for a strategy by name, prefers another package's, and hands the name on to the callbacks; 0.16.x knows
+    none of that.
+
+    Returns: the writer that holds this rank's part, the metadata of the whole (on rank 0), and the content of common.pt
+    (on rank 0; empty in 0.19.x, which saves that state with the shards).
+    """
+    checkpointing: Any = import_module("megatron.core.dist_checkpointing")
+    strategies: Any = import_module("megatron.core.dist_checkpointing.strategies.torch")
+    planned: list[Any] = []
+
+    class PlanningStrategy(strategies.TorchDistSaveShardedStrategy):  # type: ignore[misc]
+        """Keeps the plan instead of making callbacks of it."""
+
+        def _get_save_and_finalize_callbacks(self, writer: Any, result: Any, *_: object) -> Any:
+            planned.extend((writer, result[1]))
+            # `save` appends to the list of what it gets back.
+            return SimpleNamespace(finalize_fns=[])
+
+    strategy = PlanningStrategy(CHECKPOINT_BACKEND, CHECKPOINT_VERSION, thread_count=1)
+    known = inspect.signature(checkpointing.save).parameters
+    own = {"async_strategy": "mcore"} if "async_strategy" in known else {}
+    with _planning_only() as common:
+        checkpointing.save(dict(state), str(folder), strategy, async_sharded_save=True, **own)
+    writer, metadata = planned
+    return writer, metadata, common
+
+
 @contextlib.contextmanager
-def checkpoint_planning() -> Iterator[list[Any]]:
-    """Lets torch_dist plan a save without touching the disk or starting a process.
+def _planning_only() -> Iterator[list[Any]]:
+    """Keeps a save that is being planned off the disk.
 
     Both versions start a spawned manager process for the writers' results, which re-imports the main script and
     would outlive a killed trainer; the caller collects the results itself, so an empty queue takes its place. 0.16.x
@@ -380,10 +284,14 @@ def checkpoint_planning() -> Iterator[list[Any]]:
             strategy.save_common = original_save
 
 
-def own_async_strategy() -> dict[str, str]:
-    """Arguments that keep `dist_checkpointing.save` to Megatron's own planning: 0.19.x prefers another package."""
-    save = import_module("megatron.core.dist_checkpointing").save
-    return {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(save).parameters else {}
+def lacks_common_file(folder: Path, keys: Iterable[str]) -> bool:
+    """Whether the checkpoint in `folder`, with the stored `keys`, should have a file common.pt and has none.
+
+    0.16.x saves the common state in that file and stumbles over its absence, 0.19.x with the shards. A run may
+    continue under another version than it was saved by, so the checkpoint decides and not the version in use.
+    """
+    with_shards = any(key.startswith("common_state") for key in keys)
+    return not with_shards and not (folder / COMMON_FILE).is_file()
 
 
 def write_checkpoint_bucket(writer: Any, bucket: Any) -> list[Any]:
