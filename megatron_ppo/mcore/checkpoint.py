@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Models = Mapping[str, MegatronPolicy | MegatronCritic]
-Extra = Mapping[str, str | int | float | bool]
 
 SUBFOLDER = "models"
 _ATTENTION = re.compile(r"self_attention\.linear_(qkv|proj)\.(weight|bias)$")
@@ -65,23 +64,19 @@ class ModelCheckpoints:
         load_models(folder / SUBFOLDER, self._models, residency=self._residency)
 
 
-def save_models(
-    path: Path, models: Models, extra: Extra | None = None, *, residency: Residency | None = None
-) -> None:
-    """Write all state of `models`, and `extra`, into the new folder `path`. Collective over all ranks.
+def save_models(path: Path, models: Models, *, residency: Residency | None = None) -> None:
+    """Write all state of `models` into the new folder `path`. Collective over all ranks.
 
     Args:
         residency: who may be on the device; each model is there only until its state was copied to the host.
     Raises: CheckpointError on every rank if the folder is not empty or a rank cannot write.
     """
-    staged = stage_models(path, models, extra, residency=residency)
+    staged = stage_models(path, models, residency=residency)
     staged.write()
     staged.commit()
 
 
-def stage_models(
-    path: Path, models: Models, extra: Extra | None = None, *, residency: Residency | None = None
-) -> StagedSave:
+def stage_models(path: Path, models: Models, *, residency: Residency | None = None) -> StagedSave:
     """As `save_models`, up to the point where everything is copied and nothing is written."""
     platform.install()
     from megatron_ppo.mcore import checkpoint_writer
@@ -97,16 +92,13 @@ def stage_models(
         state[name]["scheduler"] = model.trained.scheduler.state_dict()
     state["rng"] = _generator_shard(_generator_states())
     state["about"] = {"models": _descriptions(models), "world_size": dist.get_world_size()}
-    state["extra"] = dict(extra or {})
     return checkpoint_writer.stage(
         state, path, live=[t for m in models.values() for t in _tensors(m.trained)]
     )
 
 
-def load_models(
-    path: Path, models: Models, *, residency: Residency | None = None
-) -> dict[str, str | int | float | bool]:
-    """Restore `models` in place and return what was saved as `extra`. Collective over all ranks.
+def load_models(path: Path, models: Models, *, residency: Residency | None = None) -> None:
+    """Restore `models` in place. Collective over all ranks.
 
     Raises: CheckpointError on every rank if `path` is no complete checkpoint, or one of other models.
     """
@@ -132,8 +124,6 @@ def load_models(
         if "rng" in template:  # read once
             _set_generator_states(loaded["rng"])
         template.clear()
-    extra: dict[str, str | int | float | bool] = loaded["extra"]
-    return extra
 
 
 def load_weights(path: Path, name: str, model: MegatronPolicy | MegatronCritic) -> None:

@@ -424,7 +424,7 @@ def save(*, folder: str, checkpoint: str, policy_layout: Layout, critic_layout: 
         for step in range(2):
             critic.update([random_batch(seed=step)])
         before = policy.parameters_hash()
-        save_models(Path(checkpoint), {"policy": policy, "critic": critic}, {"step": 2, "name": "x"})
+        save_models(Path(checkpoint), {"policy": policy, "critic": critic})
         saved_unchanged = policy.parameters_hash() == before
         return {**_go_on(policy, critic), "saved_unchanged": saved_unchanged}
 
@@ -434,8 +434,8 @@ def resume(*, folder: str, checkpoint: str, policy_layout: Layout, critic_layout
     with distributed_runtime(timeout_s=60.0):
         policy, critic = _pair(folder, policy_layout, critic_layout)
         policy.update([random_batch(seed=99)])
-        extra = load_models(Path(checkpoint), {"policy": policy, "critic": critic})
-        return {**_go_on(policy, critic), "extra": extra}
+        load_models(Path(checkpoint), {"policy": policy, "critic": critic})
+        return _go_on(policy, critic)
 
 
 def _pair(folder: str, policy_layout: Layout, critic_layout: Layout) -> tuple[MegatronPolicy, MegatronCritic]:

@@ -42,7 +42,7 @@ def save_then_go_on(*, folder: str, checkpoint: str, policy: Choice, critic: Cho
         for step in range(2):
             for model in models.values():
                 model.update([random_batch(seed=step)])
-        save_models(Path(checkpoint), models, {})
+        save_models(Path(checkpoint), models)
         return _go_on(models)
 
 
