@@ -20,6 +20,15 @@ MODEL_CACHE = ROOT / "outputs" / "test_models"
 """Shared by all tests and kept between test runs: the warm start is the same bytes every time."""
 
 
+# For two ranks: every kind of batch, and a policy and a critic that share out their work in different ways.
+MIXED_LAYOUT = [
+    "policy.parallelism.tensor_model_parallel_size=1", "policy.parallelism.context_parallel_size=2",
+    "policy.sequence_packing.enabled=true", "policy.logprob_chunk_size=7",
+    "critic.parallelism.tensor_model_parallel_size=2", "critic.parallelism.sequence_parallel=true",
+    "critic.dynamic_batching.enabled=true", "critic.dynamic_batching.sequence_length_round=4",
+]  # fmt: skip
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

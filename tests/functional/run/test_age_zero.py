@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launcher import MODEL_CACHE, Launched, final_history
+from launcher import MIXED_LAYOUT, MODEL_CACHE, Launched, final_history
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from reference_ppo import Hyper, response_logprobs, run_reference
@@ -21,12 +21,22 @@ STEPS = 3
 EPS = 1e-5
 
 
-# Two ranks take twice as long on two cores; the layout tests compare them with one.
-@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_age_zero_equals_the_synchronous_reference(launch: Callable[..., Launched], nproc: int) -> None:
-    layout = (
-        [] if nproc == 1 else [f"{m}.parallelism.tensor_model_parallel_size=1" for m in ("policy", "critic")]
-    )
+DATA_PARALLEL = [f"{model}.parallelism.tensor_model_parallel_size=1" for model in ("policy", "critic")]
+
+
+# Two ranks take twice as long on two cores. In `make test`, test_command runs a job in the mixed layout, and the layout
+# tests compare each with one rank.
+@pytest.mark.parametrize(
+    ("nproc", "layout"),
+    [
+        pytest.param(1, [], id="one_rank"),
+        pytest.param(2, DATA_PARALLEL, marks=pytest.mark.slow, id="data_parallel"),
+        pytest.param(2, MIXED_LAYOUT, marks=pytest.mark.slow, id="mixed_layout"),
+    ],
+)
+def test_age_zero_equals_the_synchronous_reference(
+    launch: Callable[..., Launched], nproc: int, layout: list[str]
+) -> None:
     job = launch(
         "+experiment=cpu_smoke", f"run.max_num_steps={STEPS}", "schedule.max_trajectory_age_steps=0",
         "schedule.warmup_generation_lead_steps=null", "schedule.policy_training_start_step=1",

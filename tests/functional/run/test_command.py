@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from launcher import Launched
+from launcher import MIXED_LAYOUT, Launched
 
 pytestmark = [pytest.mark.megatron, pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(400)]
 
@@ -13,9 +13,10 @@ pytestmark = [pytest.mark.megatron, pytest.mark.vllm, pytest.mark.ray, pytest.ma
 def test_two_jobs_run_one_after_another_in_one_torchrun(launch: Callable[..., Launched]) -> None:
     job = launch(
         "-m", "+experiment=cpu_smoke", "run.seed=1,2", "run.max_num_steps=2", "checkpoint.period=0",
-        "validation.period=0", "gates.age_in_versions=null", nproc=2,
+        "validation.period=0", "gates.age_in_versions=null", *MIXED_LAYOUT, nproc=2,
     )  # fmt: skip
     assert job.wait() == 0, job.output + job.log_tails()
+    # The gate is the same-version probe: trainer and engine agree on the published weights to 1e-4 nats.
     assert job.output.count("finished; all of 1 gates passed") == 2
     runs = [path for path in job.base.iterdir() if (path / "run.json").exists()]
     assert len(runs) == 2
