@@ -61,8 +61,10 @@ class BareModel:
         return hf_weight_metadata(self._map.model, self._dtype, value_head=self._map.value_head)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Full Hugging Face tensors, one at a time; collective over all ranks."""
-        return export_hf_weights(self._chunks, self._map)
+        """Full Hugging Face tensors, one at a time, on rank 0 of the job alone; collective over all ranks, which all
+        run it to its end.
+        """
+        return export_hf_weights(self._chunks, self._map, only_rank_0=True)
 
     def _load(self, name: str, checkpoint: Path) -> None:
         metadata = {"dp_cp_group": self._map.parallel.data_context}

@@ -198,7 +198,12 @@ def running_rig(
 
 @contextmanager
 def running_rig_of(
-    models: Sequence[Any], folder: Path, *, tensor_parallel_size: int = 1, isolated_batches: bool = False
+    models: Sequence[Any],
+    folder: Path,
+    *,
+    tensor_parallel_size: int = 1,
+    max_model_len: int = MAX_MODEL_LEN,
+    isolated_batches: bool = False,
 ) -> Iterator[EngineRig]:
     """A rig with the given transformers models; `folder` holds the first, or is filled with it, as version 0."""
     if not (folder / "config.json").exists():
@@ -206,7 +211,7 @@ def running_rig_of(
     loop = LoopThread()
     engine = VllmEngine(
         model=str(folder),
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         max_num_seqs=8,
         tensor_parallel_size=tensor_parallel_size,
         engine_core="thread",

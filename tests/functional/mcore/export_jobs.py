@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import runpy
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,8 @@ from megatron_ppo.mcore.checkpoint import save_models
 from megatron_ppo.mcore.parallel import ParallelContext, distributed_runtime
 from megatron_ppo.protocol.errors import MegatronPPOError
 from tests.functional.mcore import jobs
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "export_hf.py"
 
 
 def leave_run(*, folder: str, run: str, layout: jobs.Layout) -> dict[str, Any]:
@@ -65,6 +71,24 @@ def export_model(
     )
     export(request, ExportLayout(**layout))
     return sorted(path.name for path in Path(output).iterdir()) if Path(output).is_dir() else []
+
+
+def export_by_command(*, arguments: list[str]) -> int | str | None:
+    """`scripts/export_hf.py ARGUMENTS` on this rank, as torchrun would run it, without another import of Megatron.
+
+    Returns: the exit status.
+    """
+    logger, arguments_here = logging.getLogger("megatron_ppo"), sys.argv
+    level, sys.argv = logger.level, [str(SCRIPT), *arguments]
+    try:
+        with warnings.catch_warnings():  # the command silences the libraries
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+    except SystemExit as ended:
+        return ended.code
+    finally:
+        sys.argv = arguments_here
+        logger.setLevel(level)
+    raise AssertionError("the command did not end with an exit status")
 
 
 def exported_scores(*, folder: str, name: str) -> dict[str, Any]:
