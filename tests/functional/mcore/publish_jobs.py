@@ -32,6 +32,7 @@ def publish(
     staging_bytes: int,
     verify_checksum: bool = False,
     by_sockets: bool = False,
+    **changes: Any,
 ) -> dict[str, Any]:
     """Publishes, trains, publishes again. From rank 0: what arrived, what should have, and the peak of memory that
     the second publish allocated; beside it the peak of gathering the whole model at once, and of each gathering
@@ -49,7 +50,7 @@ def publish(
             return shared
 
         stack.enter_context(mock.patch.object(weights, "share_parameters", share))
-        policy = MegatronPolicy(parallel=parallel, **settings(folder))
+        policy = MegatronPolicy(parallel=parallel, **settings(folder, **changes))
         is_sender = dist.get_rank() == 0
         fleet = None
         if is_sender:
@@ -68,6 +69,8 @@ def publish(
         policy.update([random_batch()])
         peak = peak_bytes(lambda: refit.push(version=1))
         whole = peak_bytes(lambda: list(policy.full_weights()))
+        # What the publish must have done by itself.
+        policy.trained.flush()
         exported = export_hf_weights(policy.trained.chunks, policy.trained.weight_map)
         expected = {
             meta.name: tensor_hash(tensor)
