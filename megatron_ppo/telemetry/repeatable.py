@@ -16,6 +16,9 @@ NOT_REPEATED: Mapping[str, str] = {
     "timing/": "durations and rates",
     "clock/": "the time of day",
     "efficiency/": "shares of the step's time",
+    "engines/": "which engines live, and how many have died: faults that the run survived",
+    "refit/failed_attempts": "faults that the run survived",
+    "checkpoint/failed_saves": "faults that the run survived",
     "collector/": "counted since the collector's process started, so smaller after a resume",
 }
 """Key, or prefix that ends in `/` -> why it differs. Besides these: names of seconds and of anything per second, one
