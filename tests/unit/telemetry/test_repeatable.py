@@ -22,8 +22,8 @@ def test_what_is_computed_is_repeated(key: str) -> None:
 @pytest.mark.parametrize(
     "key",
     ["time_unix_s", "bottleneck", "timing/train/update", "timing/train/valid_tokens_per_sec", "clock/step_start_s",
-     "efficiency/idle/validation_pct", "refit/transfer_s", "refit/transfer_gb_per_s", "collector/trajectories", "engines/deaths",
-     "refit/failed_attempts",
+     "efficiency/idle/validation_pct", "refit/transfer_s", "refit/transfer_gb_per_s", "collector/trajectories",
+     "engines/deaths", "refit/failed_attempts",
      "train/trajectory_duration_s", "train/trajectory_duration_s/p95"],
 )  # fmt: skip
 def test_times_and_what_a_process_counts_are_not(key: str) -> None:
