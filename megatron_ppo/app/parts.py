@@ -291,7 +291,8 @@ class PartsBuilder:
             on_error=checkpoint.on_save_error,
             notify=notify,
             identity=self.identity,
-            load_replay_buffer=checkpoint.load_replay_buffer,
+            # Of a step that was cut off, the rest alone would be another batch.
+            load_replay_buffer=checkpoint.load_replay_buffer and not config.run.deterministic,
             models=models.store(),
             replay=self.actors.snapshots() if self.actors else None,
             version_at=self.derived.schedule.version_at,

@@ -25,6 +25,7 @@ from megatron_ppo.protocol.trajectory import (
     Completion,
     GroupRequest,
     Prompt,
+    PromptGroup,
     SamplingSettings,
     logprob_array,
 )
@@ -33,7 +34,7 @@ from megatron_ppo.telemetry.repeatable import differences
 from megatron_ppo.testing.fakes import FakeEngine
 from megatron_ppo.testing.loop_fakes import FakeModelStore, StepOrder
 from tests.unit.loop.fake_run import OrderedCheckpoints, WorkLog, fake_run, loop_settings, on_rank_zero
-from tests.unit.loop.one_process import LiveRefit, live_collection
+from tests.unit.loop.one_process import LiveCollection, LiveRefit, live_collection
 
 STEPS = 5
 SYNCHRONOUS = AsyncSchedule(max_num_steps=STEPS, max_trajectory_age_steps=0, policy_training_start_step=1)
@@ -129,6 +130,29 @@ class KilledAfter(OrderedCheckpoints):
             raise Killed
 
 
+class EndedInside:
+    """A group source of a run that ends, with a save, while the groups of step `at` are being generated."""
+
+    def __init__(
+        self, collection: LiveCollection, checkpoints: RunCheckpoints, at: int | None, jitter: random.Random
+    ) -> None:
+        self._collection = collection
+        self._checkpoints = checkpoints
+        self._at = at
+        self._jitter = jitter
+
+    def open(self, *, step: int, frontier: int) -> None:
+        self._collection.open(step=step, frontier=frontier)
+
+    def take(self, *, target_step: int) -> list[PromptGroup]:
+        if target_step == self._at:
+            time.sleep(self._jitter.random() * 8 * JITTER_S)  # none, some or all of them are ready
+            self._checkpoints.save(step=target_step, metrics={})
+            self._checkpoints.publish(wait=True)
+            raise Killed
+        return self._collection.take(target_step=target_step)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What a whole run leaves: what it trained on, its metrics, its checkpoints, and what its engines were asked."""
@@ -140,9 +164,19 @@ class Outcome:
 
 
 def whole_run(
-    folder: Path, *, seed: int, killed_after: int | None = None, deterministic: bool = True
+    folder: Path,
+    *,
+    seed: int,
+    killed_after: int | None = None,
+    inside: bool = False,
+    deterministic: bool = True,
 ) -> Outcome:
-    """A run of STEPS steps; `seed` is that of the delays alone."""
+    """A run of STEPS steps.
+
+    Args:
+        seed: of the delays alone.   killed_after: completed steps.
+        inside: it ends while the next step is being generated, and is saved then only.
+    """
     jitter = random.Random(seed)
     work = WorkLog()
     rows: list[Row] = []
@@ -165,7 +199,7 @@ def whole_run(
                 resume=True,
                 retention=Retention(keep=STEPS, keep_best=1, metric=None, higher_is_better=True),
                 identity={},
-                load_replay_buffer=True,
+                load_replay_buffer=not deterministic,  # as the parts of a run with `run.deterministic` are set
                 models=FakeModelStore(policy=run.policy, critic=run.critic),
                 replay=collection,
                 version_at=SYNCHRONOUS.version_at,
@@ -173,16 +207,19 @@ def whole_run(
             )
             parts = replace(
                 run.parts,
-                groups=collection,
+                groups=EndedInside(collection, checkpoints, dies_after if inside else None, jitter),
                 refit=LiveRefit(order, collection),
-                checkpoints=KilledAfter(order, checkpoints, dies_after),
+                checkpoints=KilledAfter(order, checkpoints, None if inside else dies_after),
                 observe=lambda collection=collection: {
                     "train/buffer_size": float(collection.status().size),
                     "buffer/reserved_groups": float(len(collection.status().reserved)),
                 },
             )
             settings = loop_settings(
-                SYNCHRONOUS, checkpoint_period=1, validation_period=2, generates_alone=deterministic
+                SYNCHRONOUS,
+                checkpoint_period=0 if inside and dies_after else 1,
+                validation_period=2,
+                generates_alone=deterministic,
             )
             try:
                 train(settings, SYNCHRONOUS, parts)
@@ -228,6 +265,18 @@ def test_a_run_that_was_killed_after_any_step_equals_one_that_was_not(
         assert resumed.work == uninterrupted.work
         assert resumed.files == uninterrupted.files
         assert resumed.calls == uninterrupted.calls
+
+
+@pytest.mark.parametrize("step", range(1, STEPS))
+def test_a_run_that_was_saved_while_a_step_was_generated_repeats_the_whole_step(
+    tmp_path: Path, uninterrupted: Outcome, step: int
+) -> None:
+    """A part of it in another batch would have other bits."""
+    for seed in (20, 21, 22):
+        resumed = whole_run(tmp_path / str(seed), seed=seed, killed_after=step, inside=True)
+        assert differences(uninterrupted.rows, resumed.rows) == []
+        assert resumed.work == uninterrupted.work
+        assert list(dict.fromkeys(resumed.calls)) == uninterrupted.calls
 
 
 def test_the_engine_is_asked_for_whole_steps_in_the_order_of_the_prompts(uninterrupted: Outcome) -> None:
