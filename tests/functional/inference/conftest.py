@@ -1,4 +1,8 @@
-"""One engine for all tests of a file, once with tied and once with untied embeddings."""
+"""One engine for all tests of a file, with tied embeddings.
+
+A head of its own matters where weights are loaded and read: those tests ask for both kinds (`EITHER`). The others run
+on the second kind in `make test-long`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ def engine_process_environment() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
+@pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.slow)])
 def rig(
     request: pytest.FixtureRequest, engine_process_environment: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineRig]:

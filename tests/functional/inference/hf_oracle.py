@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -16,6 +17,8 @@ VOCABULARY = 300
 MAX_MODEL_LEN = 512
 # Small enough that the model needs several buckets, so that a transfer can break half-way.
 BUCKET_BYTES = 200_000
+EITHER = pytest.mark.parametrize("rig", ["tied", "untied"], indirect=True, scope="module")
+"""For a test that needs the engine of `conftest.rig` with both kinds of output head."""
 TOLERANCE_NATS = 1e-4
 """fp32 on both sides, other reduction orders: 1e-6 to 1e-5 is typical; wrong weights differ by 1e-1."""
 

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ppo.protocol.errors import GenerationError, RefitError
 from megatron_ppo.protocol.trajectory import SamplingSettings
-from tests.functional.inference.hf_oracle import TOLERANCE_NATS, hf_logprobs, worst_difference
+from tests.functional.inference.hf_oracle import EITHER, TOLERANCE_NATS, hf_logprobs, worst_difference
 
 if TYPE_CHECKING:
     from tests.functional.inference.engine_rig import EngineRig
@@ -38,6 +38,7 @@ def _wait_until_sampling(rig: EngineRig, running: int) -> None:
     time.sleep(0.3)
 
 
+@EITHER
 def test_generation_logprobs_match_transformers_before_and_after_a_refit(rig: EngineRig):
     for model in (rig.models[0], rig.models[1], rig.models[0]):
         version = rig.publish(model)
@@ -46,6 +47,7 @@ def test_generation_logprobs_match_transformers_before_and_after_a_refit(rig: En
             assert worst_difference(model, [3, 4, 5], completion, version) < TOLERANCE_NATS
 
 
+@EITHER
 def test_scores_match_transformers_before_and_after_a_refit(rig: EngineRig):
     sequences = [LONG_PROMPT, [1, 2, 3, 4], list(range(50, 90))]
     for model in (rig.models[1], rig.models[0]):

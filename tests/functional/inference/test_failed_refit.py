@@ -108,7 +108,7 @@ def test_a_sender_that_never_comes_times_out_and_a_full_refit_repairs_the_engine
     _assert_serves(rig, rig.models[1], version)
 
 
-@pytest.mark.parametrize("good", [1, 9, 20])
+@pytest.mark.parametrize("good", [1, pytest.param(9, marks=pytest.mark.slow), 20])
 def test_a_transfer_that_breaks_half_way_is_repaired_by_the_next(rig: EngineRig, good: int):
     rig.publish(rig.models[0])
     with (
@@ -120,9 +120,14 @@ def test_a_transfer_that_breaks_half_way_is_repaired_by_the_next(rig: EngineRig,
     _assert_serves(rig, rig.models[0], rig.publish(rig.models[0]))
 
 
-@pytest.mark.parametrize("without", ["model.norm.weight", "layers.1.self_attn.k_proj"])
-def test_a_manifest_without_some_parameters_is_refused_and_named(rig: EngineRig, without: str):
-    expected = "model.norm.weight" if "norm" in without else "layers.1.self_attn.qkv_proj"
+@pytest.mark.parametrize(
+    ("without", "expected"),
+    [
+        ("model.norm.weight", "model.norm.weight"),
+        ("layers.1.self_attn.k_proj", "layers.1.self_attn.qkv_proj"),
+    ],
+)
+def test_a_manifest_without_some_parameters_is_refused_and_named(rig: EngineRig, without: str, expected: str):
     with (
         rig.refit(_Partial(HfSource(rig.models[1]), without)) as refit,
         pytest.raises(RefitError, match=expected),
@@ -152,3 +157,14 @@ def test_a_bit_that_flips_on_the_way_is_found_and_nothing_is_served_before_the_n
         rig.version += 1
         refit.push(version=rig.version)
     _assert_serves(rig, rig.models[1], rig.version)
+
+
+@pytest.mark.parametrize("rig", ["untied"], indirect=True)
+def test_a_head_of_its_own_that_does_not_come_is_named_and_comes_with_the_next_refit(rig: EngineRig):
+    with (
+        rig.refit(_Partial(HfSource(rig.models[1]), "lm_head.weight")) as refit,
+        pytest.raises(RefitError, match="lm_head"),
+    ):
+        refit.push(version=rig.version + 1)
+    _assert_paused(rig)
+    _assert_serves(rig, rig.models[1], rig.publish(rig.models[1]))
