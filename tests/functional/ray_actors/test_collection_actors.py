@@ -59,15 +59,6 @@ def fake_engine_process() -> type:
     return FakeEngineProcess
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    from megatron_ppo.ray_actors.cluster import start_local_cluster
-
-    logs = tmp_path_factory.mktemp("logs")
-    with start_local_cluster(log_dir=logs, env={"OMP_NUM_THREADS": "1"}):
-        yield logs
-
-
 @pytest.fixture
 def start(cluster: Path) -> Iterator[Callable[[], tuple[Any, Any, Any]]]:
     """Starts (replay, engine, collector) actors; ends them after the test."""

@@ -67,15 +67,6 @@ class Abandoned:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    from megatron_ppo.ray_actors.cluster import start_local_cluster
-
-    logs = tmp_path_factory.mktemp("logs")
-    with start_local_cluster(log_dir=logs, env={"OMP_NUM_THREADS": "1"}):
-        yield logs
-
-
-@pytest.fixture(scope="module")
 def bystander(cluster: Path) -> Any:
     """A process that stays alive."""
     return start_dummy()
