@@ -1,6 +1,6 @@
 """Receivers of a refit in a process of their own, without vLLM: what reaches them is what would reach an engine.
 
-Reads one JSON object a line and answers with one. {"join": spec, "receivers": n} makes n threads join the group;
+Reads one JSON object a line and answers with one. {"join": spec, "receivers": n} makes n threads join a new group;
 {"receive": manifest} receives it in all of them and answers with a hash per tensor and receiver.
 """
 
@@ -38,6 +38,8 @@ def main() -> None:
         for line in sys.stdin:
             request = json.loads(line)
             if "join" in request:
+                for group in groups:
+                    group.close()
                 spec = RefitGroupSpec(**request["join"])
                 groups = list(
                     pool.map(
@@ -111,20 +113,30 @@ class ReceiverFleet:
         print(json.dumps(request), file=self._process.stdin, flush=True)
 
 
+_idle: list[subprocess.Popen[str]] = []
+"""The receivers of former jobs of this process: their start costs more than what they receive."""
+
+
 @contextmanager
 def receiver_process() -> Iterator[subprocess.Popen[str]]:
-    """The process; it ends with the block."""
-    process = subprocess.Popen(
+    """Receivers for one job. They end with a job that fails, else with this process, whose end closes their input."""
+    process = _idle.pop() if _idle else _start()
+    try:
+        yield process
+    except BaseException:
+        process.kill()
+        process.wait(timeout=30)
+        raise
+    _idle.append(process)
+
+
+def _start() -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, "-m", "tests.functional.mcore.receiver_process"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait(timeout=30)
 
 
 if __name__ == "__main__":
