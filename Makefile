@@ -9,6 +9,8 @@ SHELL := /bin/bash
 
 # One thread per process: trainer, engine and actors share the cores, and OpenMP barriers spin when they do.
 export OMP_NUM_THREADS ?= 1
+# A run has half a dozen processes that import the package: it is compiled once and kept, not compiled in each.
+unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 

@@ -7,6 +7,7 @@ neither after a clean end nor after SIGKILL; of a cluster that stood before, the
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import ray._private.parameter
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 
 from megatron_ppo.protocol.errors import ConfigError
@@ -128,7 +130,7 @@ def _connection(
     temp_dir: Path, log_dir: Path, gpu_ids: Sequence[str], options: Mapping[str, Any]
 ) -> Iterator[None]:
     try:
-        with _visible_gpus(gpu_ids), _own_sigterm():
+        with _visible_gpus(gpu_ids), _own_sigterm(), _needed_services():
             _init(options)
         yield
     finally:
@@ -168,6 +170,22 @@ def _own_sigterm() -> Iterator[None]:
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+@contextmanager
+def _needed_services() -> Iterator[None]:
+    """Without Ray's autoscaler and log monitor: nothing is scaled, and every actor writes its own log.
+
+    Each is a Python process that would take a second of CPU time while the engines start. `ray start` has options for
+    both, `ray.init` has not.
+    """
+    module: Any = ray._private.parameter
+    with_all = module.RayParams
+    module.RayParams = functools.partial(with_all, no_monitor=True, include_log_monitor=False)
+    try:
+        yield
+    finally:
+        module.RayParams = with_all
 
 
 @contextmanager
