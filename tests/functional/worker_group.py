@@ -1,9 +1,9 @@
 """Worker processes that stay alive for a whole test session and run functions by name.
 
 Importing Megatron-Core costs more than most checks that use it, so tests share one group: a process starts
-when the first job needs it, and smaller jobs run on the first ranks. A job is a module-level function of an
-importable module; its workers call it with the same keyword arguments, and what it returns (picklable) comes
-back per rank. A job enters `distributed_runtime` itself: on n ranks it is a job of n under a launcher of n; a
+when the first job needs it, and smaller jobs run on the first ranks. All are forked from one process that has
+imported it (`worker_imports`) and has no other thread. A job is a module-level function of an importable module;
+its workers call it with the same keyword arguments, and what it returns (picklable) comes back per rank. A job enters `distributed_runtime` itself: on n ranks it is a job of n under a launcher of n; a
 job that runs alone has no launcher.
 """
 
@@ -76,7 +76,8 @@ class WorkerGroup:
         return results
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.functional.worker_imports"])
         mine, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
