@@ -3,8 +3,9 @@
 Importing Megatron-Core costs more than most checks that use it, so tests share one group: a process starts
 when the first job needs it, and smaller jobs run on the first ranks. All are forked from one process that has
 imported it (`worker_imports`) and has no other thread. A job is a module-level function of an importable module;
-its workers call it with the same keyword arguments, and what it returns (picklable) comes back per rank. A job enters `distributed_runtime` itself: on n ranks it is a job of n under a launcher of n; a
-job that runs alone has no launcher.
+its workers call it with the same keyword arguments, and what it returns (picklable) comes back per rank. A job
+enters `distributed_runtime` itself: on n ranks it is a job of n under a launcher of n; a job that runs alone has
+no launcher.
 """
 
 from __future__ import annotations
