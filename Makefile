@@ -38,7 +38,7 @@ COMPAT_STAMP := .venv-compat/.setup-$(call hash,$(COMPAT_REQUIREMENTS))
 
 # The port torchrun listens on; a free one, so that two runs on one machine do not meet.
 free_port = $$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
-TORCHRUN = $(BIN)/torchrun --nproc-per-node=$(NPROC) --master-addr=127.0.0.1 --master-port=$(free_port)
+TORCHRUN = $(BIN)/python scripts/launch.py --nproc-per-node=$(NPROC) --master-addr=127.0.0.1 --master-port=$(free_port)
 
 # install VENV PYTHON VERSION NODEPS-FILE NAME-OF-PYTHON-VARIABLE
 define install

@@ -1,0 +1,63 @@
+"""torchrun that leaves it to the ranks to end: python scripts/launch.py [torchrun's options] SCRIPT [arguments]
+
+torchrun itself passes SIGTERM and SIGINT on, kills the ranks 30 seconds later and exits with 1; it dies of SIGUSR1.
+Here the first of these signals is passed on to the ranks, which end after their step and their save, however long these
+take, and the exit code is theirs. A second signal is torchrun's own end: SIGTERM to the ranks, SIGKILL after
+`--shutdown-timeout`. Everything else is torchrun.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+# Before torch reads it: the signals that stay torchrun's.
+os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
+
+from torch.distributed.run import main
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SAME_REQUEST_S = 1.0
+"""A batch system may signal a whole process group and the launcher by itself."""
+
+
+class PassedOn:
+    """The handler of the signals."""
+
+    def __init__(self) -> None:
+        self._first_s: float | None = None
+
+    def __call__(self, signum: int, _frame: object) -> None:
+        """Pass the first signal on; leave on a second one, upon which torchrun ends the ranks."""
+        if self._first_s is None:
+            self._first_s = time.monotonic()
+            for rank in ranks():
+                os.kill(rank, signum)
+        elif time.monotonic() - self._first_s > SAME_REQUEST_S:
+            raise SystemExit(128 + signum)
+
+
+def ranks() -> list[int]:
+    """Process ids of the ranks that this launcher has started: its children that have a RANK."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdecimal():
+            continue
+        try:
+            # After the name, in parentheses, which may contain anything, come the state and the parent's id.
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and b"\0RANK=" in b"\0" + (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except (OSError, IndexError):  # it has ended meanwhile
+            continue
+    return found
+
+
+if __name__ == "__main__":
+    handler = PassedOn()
+    for number in SIGNALS:
+        signal.signal(number, handler)
+    main(sys.argv[1:])
