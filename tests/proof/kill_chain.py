@@ -43,6 +43,10 @@ class ChainError(Exception):
     """What must not happen, happened; the message says what."""
 
 
+# Whatever goes wrong with one kill, the vanishing of its victim too, must not end the whole proof.
+FAILURES = (ChainError, AssertionError, psutil.Error, OSError, ValueError)
+
+
 @dataclass(kw_only=True)
 class Death:
     """One kill as it was carried out.
@@ -70,19 +74,20 @@ class Death:
 
 @dataclass(kw_only=True)
 class ChainResult:
-    """A run with its kills. `problems` is empty when everything that was promised held.
+    """A run with its kills.
 
     Attributes:
-        blamed: the kill during which a problem came up; None when it came up at the end, and any may have caused it.
+        failed: what went wrong with a kill itself, by its id; the run is resumed to its end in spite of it.
+        problems: what is wrong at the end of the run, to which any of its kills may have led.
     """
 
     settings: ChainSettings
     deaths: list[Death] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     lives: int = 0
     wall_s: float = 0.0
     run_dir: Path | None = None
-    blamed: str | None = None
 
 
 class Chain:
@@ -109,22 +114,29 @@ class Chain:
         """Kill until no kill is left, then let it finish and check it. Raises nothing but what ends this process."""
         began = time.monotonic()
         try:
-            while self._pending:
-                if self._job is None:
-                    self._start(self._pending[0].num_ranks)
-                self.result.blamed = self._pending[0].id
-                if not self._strike(self._pending[0]):
-                    break  # it came to its end before
-                self._pending.pop(0)
-            self.result.blamed = None
+            self._strike_all()
             self._finish()
-        except (ChainError, AssertionError) as error:
+        except FAILURES as error:
             self.result.problems.append(str(error))
         finally:
             self._kill_everything()
             shutil.rmtree(self._temp, ignore_errors=True)
         self.result.wall_s = time.monotonic() - began
         return self.result
+
+    def _strike_all(self) -> None:
+        """Every kill, until one fails or the run comes to its end before."""
+        while self._pending:
+            kill = self._pending.pop(0)
+            try:
+                if self._job is None:
+                    self._start(kill.num_ranks)
+                if not self._strike(kill):
+                    return
+            except FAILURES as error:
+                self.result.failed[kill.id] = f"{type(error).__name__}: {error}"
+                self._end_on_purpose()  # and let it finish, for the sake of the kills before
+                return
 
     def _start(self, num_ranks: int) -> None:
         self._started = time.time()
@@ -319,8 +331,9 @@ class Chain:
         self.result.problems += at_the_end(job.run_dir, self._settings) + script_problems(job.run_dir)
 
     def _end_on_purpose(self) -> None:
+        if self._job is None:
+            return
         self._kill_everything()
-        self._running().process.wait(timeout=30)
         self._left_alive(within_s=GONE_WITHIN_S)
         self._job = None
 

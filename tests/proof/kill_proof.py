@@ -121,31 +121,34 @@ def _run_chain(folders: KillFolders, kills: tuple[Kill, ...]) -> None:
         "lives": result.lives,
         "ledger": None if result.problems else ledger_cost(result),
     }
-    for problem in result.problems:
+    for problem in (*result.failed.values(), *result.problems):
         print(f"  FAILED: {problem}", flush=True)
     if not kills:
         write_json_atomically(folders.path(UNDISTURBED), {**facts, "problems": result.problems})
-    for kill_id, death in attributed(result).items():
+    for kill_id, (death, problems) in attributed(result).items():
         earlier = folders.read(kill_id)
         failures = [*earlier["earlier_failures"], *earlier["problems"]] if earlier else []
         content = {
             "death": None if death is None else asdict(death),
-            "problems": result.problems,
+            "problems": problems,
             "earlier_failures": failures,
         }
         write_json_atomically(folders.path(kill_id), {**facts, **content})
-    if not result.problems:
+    if not result.problems and not result.failed:
         shutil.rmtree(base, ignore_errors=True)
         for output in base.parent.glob(f"{base.name}.*.out"):
             output.unlink()
 
 
-def attributed(result: ChainResult) -> dict[str, Death | None]:
-    """The kills that a chain says something about: all of them, or only the one that a problem came up with."""
-    deaths: dict[str, Death | None] = {death.kill: death for death in result.deaths}
-    if result.problems and result.blamed is not None:
-        return {result.blamed: deaths.get(result.blamed)}
-    return deaths
+def attributed(result: ChainResult) -> dict[str, tuple[Death | None, list[str]]]:
+    """What a chain says of its kills: how each was carried out (None: it was not), and what is wrong with it."""
+    found: dict[str, tuple[Death | None, list[str]]] = {
+        death.kill: (death, list(result.problems)) for death in result.deaths
+    }
+    for kill_id, problem in result.failed.items():
+        death, _ = found.get(kill_id, (None, []))
+        found[kill_id] = (death, [problem])
+    return found
 
 
 def ledger_cost(result: ChainResult) -> dict[str, float]:

@@ -32,7 +32,7 @@ def test_a_run_that_is_killed_anywhere_trains_every_prompt_exactly_once(tmp_path
         a_kill(Victim.TREE, Phase.HALF_SAVE),
     )
     result = Chain(settings, kills, tmp_path / "run").run()
-    assert result.problems == []
+    assert (result.failed, result.problems) == ({}, [])
     assert [death.kill for death in result.deaths] == ["TRAINER", "TREE"]
     rank, tree = result.deaths
     # A rank's death is nothing that a run can survive by itself. The promise is an end within 15 s on a free machine;

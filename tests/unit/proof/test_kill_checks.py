@@ -241,15 +241,15 @@ def a_death(kill: str, *, outcome: str = "ended") -> Death:
 
 
 def test_a_problem_is_put_down_to_its_kill_and_one_at_the_end_to_all() -> None:
-    deaths = [a_death("one"), a_death("two")]
-    fine = ChainResult(settings=SETTINGS, deaths=deaths)
-    assert attributed(fine) == {"one": deaths[0], "two": deaths[1]}
-    during = ChainResult(settings=SETTINGS, deaths=deaths, problems=["x"], blamed="two")
-    assert attributed(during) == {"two": deaths[1]}  # of the first nothing is known: it stays to be done
-    never_reached = ChainResult(settings=SETTINGS, deaths=deaths, problems=["x"], blamed="three")
-    assert attributed(never_reached) == {"three": None}
-    at_end = ChainResult(settings=SETTINGS, deaths=deaths, problems=["x"])
-    assert attributed(at_end) == {"one": deaths[0], "two": deaths[1]}
+    one, two = a_death("one"), a_death("two")
+    fine = ChainResult(settings=SETTINGS, deaths=[one, two])
+    assert attributed(fine) == {"one": (one, []), "two": (two, [])}
+    during = ChainResult(settings=SETTINGS, deaths=[one, two], failed={"two": "x"})
+    assert attributed(during) == {"one": (one, []), "two": (two, ["x"])}
+    never_reached = ChainResult(settings=SETTINGS, deaths=[one], failed={"three": "x"})
+    assert attributed(never_reached) == {"one": (one, []), "three": (None, ["x"])}
+    at_end = ChainResult(settings=SETTINGS, deaths=[one, two], problems=["y"])
+    assert attributed(at_end) == {"one": (one, ["y"]), "two": (two, ["y"])}
 
 
 def test_a_failed_kill_is_tried_again_on_other_code_only() -> None:
