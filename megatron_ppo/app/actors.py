@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_ppo.app.faults import seams_of
 from megatron_ppo.collector.scoring import ScoringSettings
 from megatron_ppo.config.derived import Derived
 from megatron_ppo.config.schema import RunConfig
@@ -126,6 +127,7 @@ def run_actors(
             max_restarts=config.inference.max_engine_restarts,
         )
         supervisor = Supervisor(abandon=abandon)
+        seams = seams_of(config, directory)
         keeper = EngineKeeper(engines=engines, give_up=supervisor.report)
         try:
             replay = ReplayActor.remote(
@@ -141,7 +143,8 @@ def run_actors(
                 engines=engines.clients(),
                 whole_steps=config.run.deterministic,
                 replay=replay,
-                scoring=_scoring_settings(config, task),
+                scoring=seams.scoring(_scoring_settings(config, task)),
+                around_engine=seams.around_engine(),
                 prompts={
                     "_target_": "megatron_ppo.data.tasks.train_prompts",
                     "stream_seed": config.run.seed,

@@ -49,8 +49,8 @@ from megatron_ppo.loop.ports import Checkpoints
 from megatron_ppo.mcore.parallel import DistributedRuntime, distributed_runtime
 from megatron_ppo.protocol.errors import CheckpointError, MegatronPPOError, StopRequested
 from megatron_ppo.ray_actors.rank0 import RankZero
-from megatron_ppo.telemetry.gate_check import print_results
-from megatron_ppo.telemetry.gates import all_passed, evaluate, parse_gates, results_as_json
+from megatron_ppo.telemetry.gate_check import gates_of, print_results, survived_faults
+from megatron_ppo.telemetry.gates import all_passed, evaluate, results_as_json
 from megatron_ppo.telemetry.heartbeat import Heartbeat, StageClock, clear_beats
 from megatron_ppo.telemetry.process_log import redirect_process_output
 from megatron_ppo.telemetry.run_dir import OpenRun, RunDirectory, open_run, write_json_atomically
@@ -432,12 +432,13 @@ class _Job:
 
     def _judge(self) -> bool:
         """Evaluate the gates, print them, keep them beside the metrics."""
-        results = evaluate(
-            parse_gates(self.config.resolved()["gates"]), read_rows(self.directory.metrics_path)
-        )
+        rows = read_rows(self.directory.metrics_path)
+        results = evaluate(gates_of(self.config.resolved()), rows)
         write_json_atomically(self.directory.gates_path, results_as_json(results))
         if results:
             print_results(results, self.terminal)
+        if faults := survived_faults(rows):
+            self._say("survived faults: " + ", ".join(f"{kind} {count}" for kind, count in faults.items()))
         passed = all_passed(results)
         self._say(
             f"finished; {'all' if passed else 'NOT all'} of {len(results)} gates passed: {self.directory.path}"

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ppo.app.actors import RunActors, validation_sampling
+from megatron_ppo.app.faults import seams_of
 from megatron_ppo.app.interruption import Interruptions
 from megatron_ppo.app.limits import GENERATION_TIMEOUT_S
 from megatron_ppo.config.derived import Derived
@@ -140,7 +141,7 @@ class PartsBuilder:
             )
         refit = resolve(config.refit.target)(
             source=policy,
-            sink=actors.engines if actors else None,
+            sink=seams_of(config, self.directory).fleet(actors.engines) if actors else None,
             store=store,
             device=device,
             bucket_bytes=config.refit.bucket_bytes,
@@ -205,7 +206,7 @@ class PartsBuilder:
 
     def _groups(self, refit: RecoveringRefit) -> GroupSource:
         actors = self.actors
-        source = RayGroupSource(
+        source: GroupSource = RayGroupSource(
             rank_zero=self.rank_zero,
             supervisor=actors.supervisor if actors else None,
             replay=actors.replay if actors else None,
@@ -214,6 +215,9 @@ class PartsBuilder:
             position=actors.position if actors else None,
             diagnose=self.diagnose,
             check_interrupted=self._check_interrupted,
+        )
+        source = seams_of(self.config, self.directory).groups(
+            source, engines=actors.engines if actors else None
         )
         if self.config.telemetry.record_trajectories:
             return RecordedGroups(
@@ -304,7 +308,7 @@ class PartsBuilder:
 
     def _statistics(self) -> dict[str, float]:
         assert self.actors is not None, "only rank 0 has actors"
-        return self.actors.statistics()
+        return {**self.actors.statistics(), **seams_of(self.config, self.directory).statistics()}
 
 
 def _nobody_is_lost() -> None:

@@ -83,9 +83,7 @@ class FaultyScoring:
             if self._plan.strikes(kind, *event):
                 self._log.append(kind, *event)
                 metadata = {**prompt.metadata, FAULT_KEY: kind.value}
-                return await self._scoring.score(
-                    dataclasses.replace(prompt, metadata=metadata), completions
-                )
+                return await self._scoring.score(dataclasses.replace(prompt, metadata=metadata), completions)
         rewards = await self._scoring.score(prompt, completions)
         self._attempts.succeeded(prompt.ordinal)
         return rewards

@@ -36,6 +36,14 @@ class Scoring(Protocol):
         ...
 
 
+class BuildsScoring(Protocol):
+    """How scoring is made in the collector's process. Can be pickled."""
+
+    def build(self) -> Scoring:
+        """Ready to score. Raises: ConfigError when the verifier cannot be built."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringSettings:
     """How the collector's process runs the reward function.

@@ -18,6 +18,7 @@ from pydantic import JsonValue
 
 from megatron_ppo.config.batching import token_budgets
 from megatron_ppo.config.derived import Derived, ModelFacts, ParallelSizes, TokenBudgets
+from megatron_ppo.config.fault_checks import fault_problems
 from megatron_ppo.config.layout import layout, padding_advice
 from megatron_ppo.config.messages import config_error
 from megatron_ppo.config.model_sections import ModelSource, ParallelismSection, TrainedModelSection
@@ -85,6 +86,7 @@ def derive(
         _determinism_problems,
         _watchdog_problems,
         _secret_problems,
+        fault_problems,
     ):
         findings.lines.extend(rule(config))
     schedule = findings.attempt(lambda: config.schedule.schedule(config.run.max_num_steps))

@@ -59,7 +59,7 @@ class RunConfig(Section):
     gates: dict[str, GateSection] = setting(
         doc="Conditions on the finished run by name. A null in an overlay removes one.", default_factory=dict
     )
-    chaos: ChaosSection = setting(doc="Fault injection, off.", default_factory=ChaosSection)
+    chaos: ChaosSection = setting(doc="Fault injection.", default_factory=ChaosSection)
 
     @model_validator(mode="before")
     @classmethod

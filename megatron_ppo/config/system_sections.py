@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import JsonValue
 
 from megatron_ppo.config.base import MAX_SEED, BuiltSection, Section, setting, target_field
+from megatron_ppo.protocol.faults import FaultKind, FaultPlan
 
 
 class RunSection(Section):
@@ -288,6 +289,33 @@ class WatchdogSection(Section):
 
 
 class ChaosSection(Section):
-    """Fault injection. Not available yet, therefore off."""
+    """Faults that the run injects into itself, to prove that it survives them. All off; not for real training.
 
-    enabled: Literal[False] = setting(False, "Whether faults are injected. Only false is supported.")
+    The same seed strikes the same events. A kind that is on has to happen at least once, or the run fails.
+    """
+
+    seed: int = setting(0, "Seed of the decisions which events are struck.", ge=0, le=MAX_SEED)
+    kill_engine: float = setting(
+        0.0, "Rate per step: kill the process of an engine while it generates.", ge=0.0, le=1.0
+    )
+    fail_generation: float = setting(0.0, "Rate per attempt: lose the responses to a prompt.", ge=0.0, le=1.0)
+    hang_reward: float = setting(
+        0.0,
+        "Rate per attempt: the reward function does not return. Needs reward.isolation=process; each costs "
+        "collector.scoring_deadline_s.",
+        ge=0.0,
+        le=1.0,
+    )
+    raise_reward: float = setting(0.0, "Rate per attempt: the reward function raises.", ge=0.0, le=1.0)
+    delay_refit_s: float = setting(
+        0.0, "Hold up every publication for up to so long, the engines paused.", unit="s", ge=0.0
+    )
+    fail_refit: float = setting(
+        0.0, "Rate per attempt: a publication fails after all bytes have arrived.", ge=0.0, le=1.0
+    )
+
+    def plan(self) -> FaultPlan:
+        """The decisions."""
+        rates = {kind: float(getattr(self, kind.config_key)) for kind in FaultKind}
+        rates[FaultKind.DELAY_REFIT] = float(self.delay_refit_s > 0.0)
+        return FaultPlan(seed=self.seed, rates=rates, max_refit_delay_s=self.delay_refit_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,11 @@ import ray
 
 from megatron_ppo.collector.collector import Collector
 from megatron_ppo.collector.router import ReplicaRouter
-from megatron_ppo.collector.scoring import ScoringSettings
+from megatron_ppo.collector.scoring import BuildsScoring
 from megatron_ppo.collector.stats import CollectorStats
 from megatron_ppo.collector.whole_step import StepBatches
 from megatron_ppo.protocol.errors import ConfigError
-from megatron_ppo.protocol.ports import EngineReplica
+from megatron_ppo.protocol.ports import EngineReplica, RolloutEngine
 from megatron_ppo.ray_actors.replay_client import RayReplayClient
 from megatron_ppo.telemetry.heartbeat import Heartbeat
 from megatron_ppo.telemetry.process_log import redirect_process_output
@@ -33,6 +33,7 @@ class CollectorActor:
         engines: one client per engine replica.  replay: handle of the replay buffer.
         whole_steps: hand the only engine whole training steps, see `collector.whole_step`.
         scoring: how the reward function is run.
+        around_engine: what is asked for responses, given the router over all engines.
         prompts: `_target_` (dotted name) and keyword arguments of what is built in this process.
         settings: the remaining keyword arguments of `Collector`.
         heartbeat_path: file of its signs of life.
@@ -44,7 +45,8 @@ class CollectorActor:
         engines: Sequence[EngineReplica],
         whole_steps: bool = False,
         replay: Any,
-        scoring: ScoringSettings,
+        scoring: BuildsScoring,
+        around_engine: Callable[[RolloutEngine], RolloutEngine],
         prompts: Mapping[str, Any],
         settings: Mapping[str, Any],
         log_path: str,
@@ -54,7 +56,7 @@ class CollectorActor:
         self._heartbeat = Heartbeat(Path(heartbeat_path), describe=self._describe)
         self._router = ReplicaRouter(list(engines))
         self._collector = Collector(
-            engine=_whole_steps(engines, self._router) if whole_steps else self._router,
+            engine=around_engine(_whole_steps(engines, self._router) if whole_steps else self._router),
             engine_ready=self._router.available,
             replay=RayReplayClient(replay),
             scoring=scoring.build(),

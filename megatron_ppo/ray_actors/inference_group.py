@@ -238,6 +238,16 @@ class InferenceGroup:
             RayEngineClient(replica=replica, handle=handle) for replica, handle in enumerate(self._handles)
         ]
 
+    # chaos.engines.MortalEngines
+
+    def serving(self) -> list[int]:
+        """Replicas that serve."""
+        return [member.replica for member in self.table.members(ReplicaState.HEALTHY)]
+
+    def kill(self, replica: int) -> None:
+        """Kill the process of a replica without a warning; returns at once."""
+        ray.kill(self._handles[replica], no_restart=False)
+
     # engine_keeper.Rebuildable
 
     def wait_for_death(self, member: Member, *, timeout_s: float) -> str | None:

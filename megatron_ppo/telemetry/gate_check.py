@@ -14,14 +14,18 @@ import yaml  # type: ignore[import-untyped]
 from rich.console import Console
 
 from megatron_ppo.protocol.errors import ConfigError
+from megatron_ppo.protocol.faults import FaultKind, faults_metric
 from megatron_ppo.telemetry.gates import (
+    Gate,
     GateResult,
+    Statistic,
     all_passed,
     evaluate,
     format_gates,
     gate_table,
     parse_gates,
 )
+from megatron_ppo.telemetry.metrics import MetricValue
 from megatron_ppo.telemetry.run_dir import RunDirectory, RunState
 from megatron_ppo.telemetry.sinks import read_rows
 
@@ -52,11 +56,42 @@ def check_run(run_dir: Path, *, gates_file: Path | None = None) -> RunCheck:
         raise ConfigError(f"run directory {run_dir} does not exist")
     directory = RunDirectory(path=run_dir)
     source = gates_file or directory.config_path
-    gates = parse_gates(_read_mapping(source).get("gates"))
+    gates = gates_of(_read_mapping(source))
     if not gates:
         raise ConfigError(f"{source} declares no gates")
     rows = read_rows(directory.metrics_path)
     return RunCheck(results=tuple(evaluate(gates, rows)), unfinished=_why_unfinished(directory))
+
+
+def gates_of(config: Mapping[str, object]) -> tuple[Gate, ...]:
+    """Gates that a configuration declares, and one for each kind of fault that it switches on: it must have happened.
+
+    Raises: ConfigError for a malformed gate.
+    """
+    chaos = config.get("chaos")
+    rates = chaos if isinstance(chaos, Mapping) else {}
+    return (
+        *parse_gates(config.get("gates")),
+        *(
+            Gate(
+                name=f"{kind}_happened",
+                of=Statistic(metric=faults_metric(kind), stat="max"),
+                op=">=",
+                value=1.0,
+                reason=f"chaos.{kind.config_key} is on, and the run survived it",
+            )
+            for kind in FaultKind
+            if rates.get(kind.config_key, 0.0) > 0.0
+        ),
+    )
+
+
+def survived_faults(rows: Sequence[Mapping[str, MetricValue]]) -> Mapping[FaultKind, int]:
+    """Number of injected faults of each kind that is on, according to the metrics of a run that came to its end."""
+    last: dict[FaultKind, int] = {}
+    for row in rows:
+        last |= {kind: int(row[faults_metric(kind)]) for kind in FaultKind if faults_metric(kind) in row}
+    return last
 
 
 def print_results(results: Sequence[GateResult], stream: TextIO) -> None:

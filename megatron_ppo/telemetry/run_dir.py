@@ -127,6 +127,11 @@ class RunDirectory:
         return self.path / "gates.json"
 
     @property
+    def faults_path(self) -> Path:
+        """Faults that the run injected into itself, one a line; absent without `chaos`."""
+        return self.path / "faults.jsonl"
+
+    @property
     def status_path(self) -> Path:
         """Progress of the run, replaced after each step."""
         return self.path / "status.json"
