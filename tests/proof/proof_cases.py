@@ -21,7 +21,7 @@ class Case:
     """One run of the real job.
 
     Attributes:
-        section: seeds, variants, long or broken; the part of the report that it belongs to.
+        section: seeds, variants, long, chaos or broken; the part of the report that it belongs to.
         words: configuration, as on the command line.
         bug: key of `alterations.ALTERATIONS`; None runs the job as it is.
         rejected_by: gates of which at least one must fail; empty when all gates must pass.
@@ -65,6 +65,22 @@ LONG = tuple(
         shows=f"run.seed={seed}",
     )
     for seed in (1, 2, 3, 4)
+)
+
+# The same run without and with faults: what they cost is the difference.
+CHAOS = (
+    Case(
+        id="chaos_off",
+        section="chaos",
+        words=("+experiment=chaos_40step", "chaos=disabled", "run.seed=0"),
+        shows="no faults",
+    ),
+    Case(
+        id="chaos_on",
+        section="chaos",
+        words=("+experiment=chaos_40step", "run.seed=0"),
+        shows="every kind of fault",
+    ),
 )
 
 LEARNT_NOTHING = ("final_reward", "reward_gain", "final_validation", "validation_gain")
@@ -118,7 +134,7 @@ BROKEN = (
 
 def all_cases(seeds: tuple[int, ...] = DEFAULT_SEEDS) -> tuple[Case, ...]:
     """Every case in the order in which they run."""
-    return (*(seed_case(seed) for seed in seeds), *VARIANTS, *LONG, *BROKEN)
+    return (*(seed_case(seed) for seed in seeds), *VARIANTS, *LONG, *CHAOS, *BROKEN)
 
 
 def select(cases: tuple[Case, ...], patterns: list[str]) -> tuple[Case, ...]:

@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 from proof_cases import Case
 
+from megatron_ppo.protocol.faults import FaultKind, faults_metric
 from megatron_ppo.telemetry.gate_check import check_run
 from megatron_ppo.telemetry.gates import results_as_json
 from megatron_ppo.telemetry.run_dir import write_json_atomically
@@ -47,6 +48,7 @@ KEPT_METRICS = (
     "train/reward",
     "train/token_mult_prob_error",
     "validation/accuracy",
+    *(faults_metric(kind) for kind in FaultKind),
 )
 
 

@@ -18,6 +18,8 @@ from proof_cases import SEEDS_ALLOWED_TO_FAIL, Case
 from proof_jobs import ProofFolders
 from proof_mutations import MUTATIONS, MUTATIONS_ID
 
+from megatron_ppo.protocol.faults import FaultKind, faults_metric
+
 Result = Mapping[str, Any]
 
 HEAD = """# Runs
@@ -125,7 +127,7 @@ def sections(proof: Proof) -> dict[str, str]:
     """Markdown of every section that has a result."""
     by_section = {
         name: [(c, r) for c in proof.cases if c.section == name and (r := proof.results[c.id]) is not None]
-        for name in ("seeds", "variants", "long", "broken")
+        for name in ("seeds", "variants", "long", "chaos", "broken")
     }
     bodies = {}
     if by_section["seeds"]:
@@ -134,6 +136,8 @@ def sections(proof: Proof) -> dict[str, str]:
         bodies["variants"] = _variants(by_section["variants"])
     if by_section["long"]:
         bodies["long"] = _long(by_section["long"])
+    if by_section["chaos"]:
+        bodies["chaos"] = _chaos(by_section["chaos"])
     if by_section["broken"]:
         bodies["broken"] = _broken(by_section["broken"])
     if proof.mutations is not None:
@@ -185,6 +189,31 @@ def _long(done: Done) -> str:
         f"## Seeds of the variant with long responses\n\n{_provenance(done)}\n\n`megatron_40step_long`: responses of "
         f"64 to 128 tokens, in-flight weight updates. **{passed} of {len(done)} seeds pass every gate** (all must). "
         f"Columns as above.\n\n{table(SEED_COLUMNS, rows)}{_mishaps(done)}"
+    )
+
+
+def _chaos(done: Done) -> str:
+    columns = ("faults", *(kind.value for kind in FaultKind), *SEED_COLUMNS[1:])
+    rows = [
+        [
+            case.shows,
+            *(_largest(result, faults_metric(kind), "{:.0f}") for kind in FaultKind),
+            *_numbers(result),
+            *_costs(result),
+        ]
+        for case, result in done
+    ]
+    walls = {case.id: result["wall_s"] for case, result in done}
+    cost = (
+        f" With faults the run took {walls['chaos_on']:.0f} s, without {walls['chaos_off']:.0f} s."
+        if {"chaos_on", "chaos_off"} <= walls.keys()
+        else ""
+    )
+    return (
+        f"## Faults that a run survives\n\n{_provenance(done)}\n\n`chaos_40step`: the default experiment while it "
+        f"injects faults into itself, and the same without them. It has to pass the same gates, and every kind of "
+        f"fault has to happen.{cost} Columns as above; the first ones count the faults.\n\n"
+        f"{table(columns, rows)}{_mishaps(done)}"
     )
 
 

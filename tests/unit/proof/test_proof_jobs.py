@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from proof_cases import BROKEN, Case, seed_case
+from proof_cases import BROKEN, CHAOS, Case, seed_case
 from proof_jobs import ROOT, command, has_run, outcome_of
 
 from megatron_ppo.config.compose import parse_command_line
@@ -36,7 +36,7 @@ def overrides(case: Case) -> list[str]:
 
 
 def test_every_case_composes_to_a_fresh_run_in_its_own_folder() -> None:
-    for case in {case.words: case for case in (seed_case(3), *BROKEN)}.values():
+    for case in {case.words: case for case in (seed_case(3), *CHAOS, *BROKEN)}.values():
         (job,) = parse_command_line(overrides(case)).load()
         assert (job.run.resume, job.run.directory) == ("never", Path("outputs/x"))
         assert job.run.seed == (3 if case.section == "seeds" else 0)

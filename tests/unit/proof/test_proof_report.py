@@ -100,6 +100,21 @@ def test_report_replaces_its_sections_and_leaves_other_text(tmp_path: Path) -> N
     assert "kept" in text and "**1 of 2 seeds" in text and text.count("## Seeds") == 1
 
 
+def test_the_cost_of_faults_is_said_when_both_runs_are_there(tmp_path: Path) -> None:
+    folders, document = ProofFolders(root=tmp_path), tmp_path / "runs.md"
+    faults = {"chaos/kill_engine_faults": [[1, 0.0], [2, 3.0]]}
+    struck = result(gate("kill_engine_happened", passed=True)) | {"curves": faults, "wall_s": 300.0}
+    write_json_atomically(folders.state_path("chaos_on"), struck)
+    write_report(document, folders, all_cases())
+    assert "| every kind of fault | 3 | none |" in document.read_text()
+    assert "With faults the run took" not in document.read_text()
+    write_json_atomically(
+        folders.state_path("chaos_off"), result(gate("reward", passed=True)) | {"wall_s": 200.0}
+    )
+    write_report(document, folders, all_cases())
+    assert "With faults the run took 300 s, without 200 s." in document.read_text()
+
+
 def test_section_text_may_hold_backslashes() -> None:
     once = with_section("# Runs\n", "seeds", r"a \1 b")
     assert with_section(once, "seeds", r"a \1 b") == once and r"a \1 b" in once
