@@ -20,7 +20,7 @@ def fault_problems(config: RunConfig) -> Iterator[str]:
     plan = config.chaos.plan()
     if plan.kinds and config.run.deterministic:
         on = ", ".join(f"chaos.{kind.config_key}" for kind in plan.kinds)
-        yield f"run.deterministic: got True; must be false with {on}: an engine's death comes at another moment each time"
+        yield f"run.deterministic: got True; must be false with {on}, which strike whole steps or at any moment"
     yield from _recovery_problems(config, plan)
     yield from _schedule_problems(config, plan)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ppo.app.faults import unchanged
 from megatron_ppo.collector.scoring import ScoringSettings
 from megatron_ppo.protocol.errors import (
     EngineDeadError,
@@ -89,6 +90,7 @@ def start(cluster: Path) -> Iterator[Callable[[], tuple[Any, Any, Any]]]:
                 concurrency=1,
                 deadline_s=60.0,
             ),
+            around_engine=unchanged,
             prompts={"_target_": "megatron_ppo.testing.fakes.FakePromptStream", "period": 7},
             settings={
                 "num_generations": GENERATIONS,

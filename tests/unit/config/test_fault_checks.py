@@ -51,6 +51,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         ["chaos.raise_reward", "collector.max_retries=0", "schedule.max_generation_failures=0"],
     ),
     (
+        {"chaos.raise_reward": 0.1, "run.deterministic": True},
+        ["run.deterministic", "must be false with chaos.raise_reward"],
+    ),
+    (
         {"chaos.delay_refit_s": 120.0, "refit.timeout_s": 120.0},
         ["chaos.delay_refit_s", "got 120.0", "less than refit.timeout_s=120.0"],
     ),
