@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_ppo.chaos.collection import FaultyEngineFactory, FaultyScoringSettings
+from megatron_ppo.chaos.collection import FaultyEngineFactory, FaultyScoringSettings, unchanged
 from megatron_ppo.chaos.engines import EngineKillingGroups, MortalEngines
 from megatron_ppo.chaos.fault_log import FaultLog
 from megatron_ppo.chaos.publication import FaultyFleet
@@ -107,8 +107,3 @@ def seams_of(config: RunConfig, directory: RunDirectory) -> Seams:
     if not plan.kinds:
         return NoFaults()
     return Faults(plan=plan, log=FaultLog(path=directory.faults_path))
-
-
-def unchanged(engine: RolloutEngine) -> RolloutEngine:
-    """The engine itself."""
-    return engine

@@ -53,6 +53,11 @@ class FaultyEngine:
         return completions
 
 
+def unchanged(engine: RolloutEngine) -> RolloutEngine:
+    """What `FaultyEngineFactory` is without faults; stands here because the collector's process imports its module."""
+    return engine
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultyEngineFactory:
     """Puts the faults around the router, in the process that has it."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ppo.app.faults import unchanged
+from megatron_ppo.chaos.collection import unchanged
 from megatron_ppo.collector.scoring import ScoringSettings
 from megatron_ppo.protocol.errors import (
     EngineDeadError,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ppo.app.faults import NoFaults, unchanged
-from megatron_ppo.chaos.collection import FaultyEngine, FaultyScoringSettings
+from megatron_ppo.app.faults import NoFaults
+from megatron_ppo.chaos.collection import FaultyEngine, FaultyScoringSettings, unchanged
 from megatron_ppo.chaos.engines import EngineKillingGroups
 from megatron_ppo.chaos.fault_log import FaultLog
 from megatron_ppo.chaos.publication import FaultyFleet
