@@ -89,17 +89,28 @@ RECORDED = [
     "+experiment=cpu_smoke", "telemetry.record_trajectories=true", "validation.period=0", "checkpoint.period=0",
     "gates.age_in_versions=null",
 ]  # fmt: skip
+# The run's own faults, of all kinds but the one that the test itself sees to.
+FAULTS = [
+    "chaos.fail_generation=0.1", "chaos.raise_reward=0.1", "chaos.hang_reward=0.03", "chaos.delay_refit_s=0.2",
+    "chaos.fail_refit=0.15", "collector.scoring_deadline_s=2", "schedule.max_generation_failures=3",
+]  # fmt: skip
+FAULT_KINDS = ("fail_generation", "hang_reward", "raise_reward", "delay_refit", "fail_refit")
 
 
-def test_a_run_survives_the_death_of_its_only_engine_core_and_loses_no_prompt(
+def test_a_run_survives_faults_and_the_death_of_its_only_engine_core_and_loses_no_prompt(
     launch: Callable[..., Launched],
 ) -> None:
-    job = launch(*RECORDED, "run.max_num_steps=16", "inference.engine_core=process")
+    job = launch(*RECORDED, *FAULTS, "run.max_num_steps=16", "inference.engine_core=process")
     status = survives(job, lambda job: [job.find("VLLM::EngineCore")], deaths=1, steps=16)
     assert "0 DEAD (died 1x)" in status
     log = (job.run_dir / "logs" / "trainer_rank_0.log").read_text()
     for move in ("→ DEAD", "DEAD → STALE", "STALE → HEALTHY, version"):
         assert re.search(f"engine replica 0: .*{move}", log), log
+    counted = {kind: job.rows()[-1][f"chaos/{kind}_faults"] for kind in FAULT_KINDS}
+    assert min(counted.values()) >= 1, counted
+    assert (
+        "survived faults: " + ", ".join(f"{kind} {counted[kind]:.0f}" for kind in FAULT_KINDS) in job.output
+    )
 
 
 @pytest.mark.slow
