@@ -203,16 +203,18 @@ def _chaos(done: Done) -> str:
         ]
         for case, result in done
     ]
-    walls = {case.id: result["wall_s"] for case, result in done}
-    cost = (
-        f" With faults the run took {walls['chaos_on']:.0f} s, without {walls['chaos_off']:.0f} s."
-        if {"chaos_on", "chaos_off"} <= walls.keys()
-        else ""
-    )
+    by_id = {case.id: result for case, result in done}
+    cost = ""
+    if {"chaos_on", "chaos_off"} <= by_id.keys():
+        on, off = by_id["chaos_on"], by_id["chaos_off"]
+        cost = (
+            f" With faults the run took {on['wall_s']:.0f} s, without {off['wall_s']:.0f} s; from the first to the "
+            f"last step, without the start, {on['training_s']:.0f} s and {off['training_s']:.0f} s."
+        )
     return (
         f"## Faults that a run survives\n\n{_provenance(done)}\n\n`chaos_40step`: the default experiment while it "
         f"injects faults into itself, and the same without them. It has to pass the same gates, and every kind of "
-        f"fault has to happen.{cost} Columns as above; the first ones count the faults.\n\n"
+        f"fault has to happen.{cost} The first columns count the faults, the others are those of the seeds.\n\n"
         f"{table(columns, rows)}{_mishaps(done)}"
     )
 

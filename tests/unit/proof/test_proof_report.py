@@ -103,16 +103,23 @@ def test_report_replaces_its_sections_and_leaves_other_text(tmp_path: Path) -> N
 def test_the_cost_of_faults_is_said_when_both_runs_are_there(tmp_path: Path) -> None:
     folders, document = ProofFolders(root=tmp_path), tmp_path / "runs.md"
     faults = {"chaos/kill_engine_faults": [[1, 0.0], [2, 3.0]]}
-    struck = result(gate("kill_engine_happened", passed=True)) | {"curves": faults, "wall_s": 300.0}
+    struck = result(gate("kill_engine_happened", passed=True)) | {
+        "curves": faults,
+        "wall_s": 300.0,
+        "training_s": 180.0,
+    }
     write_json_atomically(folders.state_path("chaos_on"), struck)
     write_report(document, folders, all_cases())
     assert "| every kind of fault | 3 | none |" in document.read_text()
     assert "With faults the run took" not in document.read_text()
     write_json_atomically(
-        folders.state_path("chaos_off"), result(gate("reward", passed=True)) | {"wall_s": 200.0}
+        folders.state_path("chaos_off"),
+        result(gate("reward", passed=True)) | {"wall_s": 200.0, "training_s": 90.0},
     )
     write_report(document, folders, all_cases())
-    assert "With faults the run took 300 s, without 200 s." in document.read_text()
+    text = document.read_text()
+    assert "With faults the run took 300 s, without 200 s; from the first" in text
+    assert "180 s and 90 s." in text
 
 
 def test_section_text_may_hold_backslashes() -> None:
