@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_ppo.protocol.errors import RefitError
 from megatron_ppo.protocol.weights import RefitGroupSpec, TensorMeta, WeightManifest
 from megatron_ppo.refit.broadcast import BroadcastRefit
+from megatron_ppo.refit.recovery import RecoveringRefit
 from megatron_ppo.transport.broadcast_group import BroadcastGroup, BroadcastStore
 from megatron_ppo.transport.streams import receive_stream
 from tests.weight_metadata import tensor_meta
@@ -74,6 +75,7 @@ class Fleet:
         self.held: list[dict[str, Tensor]] = [{} for _ in range(engines)]
         self.calls: list[str] = []
         self.break_engine_at: int | None = None
+        self.breaks_left = 10**6
         self.break_commit = False
         self.second_may_join = threading.Event()
         self.second_may_join.set()
@@ -115,7 +117,8 @@ class Fleet:
 
         def receive(engine: int, group: BroadcastGroup) -> None:
             for position, tensors in enumerate(receive_stream(group, manifest)):
-                if engine == 0 and position == self.break_engine_at:
+                if engine == 0 and position == self.break_engine_at and self.breaks_left:
+                    self.breaks_left -= 1
                     raise RefitError("engine 0 is out of memory")
                 self.held[engine] |= dict(tensors)
 
@@ -163,7 +166,7 @@ class Ranks:
     def __init__(self, fleet: Fleet, *, timeout_s: float = TIMEOUT_S, **kwargs: object) -> None:
         meeting = Meeting(2)
         self.sources = [Source(), Source()]
-        self._refits = [
+        self.refits = [
             BroadcastRefit(
                 source=self.sources[rank],
                 sink=None if rank else fleet,
@@ -180,7 +183,7 @@ class Ranks:
         for source in self.sources:
             source.version = version
         with ThreadPoolExecutor(2) as pool:
-            return [pool.submit(refit.push, version=version) for refit in self._refits]
+            return [pool.submit(refit.push, version=version) for refit in self.refits]
 
 
 def _assert_holds(fleet: Fleet, source: Source) -> None:
@@ -243,6 +246,38 @@ def test_a_push_after_a_failed_one_forms_a_new_generation_and_repairs_the_engine
         "commit 2 recompute=False",
     ]
     _assert_holds(fleet, ranks.sources[0])
+
+
+def test_a_transfer_that_breaks_half_way_is_repeated_over_a_fresh_group_and_no_engine_went_on_before():
+    fleet = Fleet()
+    fleet.break_engine_at, fleet.breaks_left = 1, 1
+    ranks = Ranks(fleet)
+    meeting = Meeting(2)
+
+    def of(rank: int) -> RecoveringRefit:
+        def on_rank_zero(what: str, function: Callable[[], object]) -> object:
+            """Nobody dies here, so both ranks know the answer to every question."""
+            assert meeting.of(rank)(None) is None
+            return 0
+
+        return RecoveringRefit(
+            refit=ranks.refits[rank],
+            engines=None,
+            raise_if_lost=lambda: None,
+            max_retries=1,
+            on_rank_zero=on_rank_zero,
+        )
+
+    for source in ranks.sources:
+        source.version = 5
+    with ThreadPoolExecutor(2) as pool:
+        pushes = [pool.submit(of(rank).push, version=5) for rank in range(2)]
+    assert [push.result()["refit/failed_attempts"] for push in pushes] == [1.0, 1.0]
+    _assert_holds(fleet, ranks.sources[0])
+    assert fleet.calls == [
+        *["join 1", "begin drain", "receive"],
+        *["join 2", "begin drain", "receive", "commit 5 recompute=False", "end"],
+    ]
 
 
 def test_an_engine_that_is_away_skips_versions_and_is_given_the_present_one_when_it_is_back():
