@@ -51,6 +51,12 @@ def dummy_process() -> type:
             self._error = error
             self._end.set()
 
+        async def pause(self) -> None:
+            """As the collector has it."""
+
+        async def resume(self) -> None:
+            """As the collector has it."""
+
     return Dummy
 
 
