@@ -111,7 +111,10 @@ def run_job(config: RunConfig, derived: Derived, *, alter: Callable[[Parts], Par
                     interruptions,
                 )
                 signals = ending_on_signals(
-                    request=job.request_end, can_wait=job.can_wait, abandon=job.abandon
+                    request=job.request_end,
+                    can_wait=job.can_wait,
+                    unwinds=job.ending.is_set,
+                    abandon=job.abandon,
                 )
                 with heartbeat.in_thread(), signals, job.watchdog():
                     return job.run(alter)
@@ -217,8 +220,7 @@ class _Job:
         try:
             yield
         finally:
-            self.ending.set()
-            self.stages.enter(ENDING, None)
+            self._begin_to_end()
 
     def watchdog(self) -> contextlib.AbstractContextManager[None]:
         """Ends this process when its main thread is stuck."""
@@ -328,37 +330,45 @@ class _Job:
         task = build_task(**task_kwargs)
         task.check_prompt_lengths(config.data.max_prompt_tokens)
         with contextlib.ExitStack() as stack:
-            actors = self._start_actors(stack, task, task_kwargs, policy_folder)
+            try:
+                actors = self._start_actors(stack, task, task_kwargs, policy_folder)
 
-            # Imported here and not at the top: Megatron takes seconds, in which the actors are starting already.
-            from megatron_ppo.app.models import build_models
+                # Imported here and not at the top: Megatron takes seconds, in which the actors are starting already.
+                from megatron_ppo.app.models import build_models
 
-            models = build_models(
-                config,
-                derived,
-                policy_folder=policy_folder,
-                critic_folder=critic_folder,
-                pad_token_id=task.pad_token_id,
-            )
-            rank_zero.run("the start of the inference group", lambda: self._begin(actors))
-            builder = PartsBuilder(
-                config=config,
-                derived=derived,
-                runtime=self.runtime,
-                rank_zero=rank_zero,
-                control=self.control,
-                directory=self.directory,
-                resumed=rank_zero.run("resume", lambda: self.opened is not None and self.opened.resumed),
-                terminal=self.terminal,
-                task=task,
-                actors=actors,
-                identity=self._identity(task, policy_folder, critic_folder),
-                stack=stack,
-                stages=self.stages,
-                interruptions=self.interruptions,
-                diagnose=lambda: diagnosis(self.directory),
-            )
-            yield builder.loop_settings(), builder.parts(models)
+                models = build_models(
+                    config,
+                    derived,
+                    policy_folder=policy_folder,
+                    critic_folder=critic_folder,
+                    pad_token_id=task.pad_token_id,
+                )
+                rank_zero.run("the start of the inference group", lambda: self._begin(actors))
+                builder = PartsBuilder(
+                    config=config,
+                    derived=derived,
+                    runtime=self.runtime,
+                    rank_zero=rank_zero,
+                    control=self.control,
+                    directory=self.directory,
+                    resumed=rank_zero.run("resume", lambda: self.opened is not None and self.opened.resumed),
+                    terminal=self.terminal,
+                    task=task,
+                    actors=actors,
+                    identity=self._identity(task, policy_folder, critic_folder),
+                    stack=stack,
+                    stages=self.stages,
+                    interruptions=self.interruptions,
+                    diagnose=lambda: diagnosis(self.directory),
+                )
+                yield builder.loop_settings(), builder.parts(models)
+            finally:
+                self._begin_to_end()
+
+    def _begin_to_end(self) -> None:
+        """Before anything is closed."""
+        self.ending.set()
+        self.stages.enter(ENDING, None)
 
     def _model_folders(self) -> tuple[Path, Path]:
         config = self.config

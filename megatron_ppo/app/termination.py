@@ -29,6 +29,8 @@ from megatron_ppo.protocol.errors import (
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 LEAVE_AFTER_S = 6.0
 """A main thread that has not met the signal by then is inside a collective that its peers have left."""
+CLEANED_UP_AFTER_S = 15.0
+"""How long a stack that unwinds already may go on after a signal. Below the 30 s after which torchrun kills."""
 SAME_REQUEST_S = 1.0
 """A batch system may signal launcher and ranks, and the launcher passes its own signal on: one request, not two."""
 
@@ -56,15 +58,22 @@ class _SignalWatch:
     """Decides what each signal means, in a thread of its own: the main thread may be inside a C call for long."""
 
     def __init__(
-        self, *, request: Callable[[int], None], can_wait: Callable[[], bool], abandon: Callable[[str], None]
+        self,
+        *,
+        request: Callable[[int], None],
+        can_wait: Callable[[], bool],
+        unwinds: Callable[[], bool],
+        abandon: Callable[[str], None],
     ) -> None:
         self._request = request
         self._can_wait = can_wait
+        self._unwinds = unwinds
         self._abandon = abandon
         self._main = threading.get_ident()
         self._requested_at: float | None = None
         self._leaving: int | None = None
         self._met = threading.Event()
+        self.over = threading.Event()
 
     def handle(self, _signum: int, _frame: object) -> None:
         """The handler, on the main thread. Python calls it for the first signal, too, which only wakes a wait."""
@@ -88,26 +97,40 @@ class _SignalWatch:
             self._leave(signum)
 
     def _leave(self, signum: int) -> None:
+        name = signal.Signals(signum).name
+        if self._unwinds():
+            # Interrupted, it would leave processes behind; what it must not do is to hang.
+            self._met.set()
+            self._leaving = signum
+            if not self.over.wait(CLEANED_UP_AFTER_S):
+                self._abandon(
+                    f"{name} arrived, and the end of the run took more than {CLEANED_UP_AFTER_S:.0f} s"
+                )
+            return
         self._leaving = signum
         # The handler has run already, and let the main thread go on.
         signal.pthread_kill(self._main, signum)
         if not self._met.wait(LEAVE_AFTER_S):
-            name = signal.Signals(signum).name
             self._abandon(f"{name} arrived, and the main thread did not notice within {LEAVE_AFTER_S:.0f} s")
 
 
 @contextlib.contextmanager
 def ending_on_signals(
-    *, request: Callable[[int], None], can_wait: Callable[[], bool], abandon: Callable[[str], None]
+    *,
+    request: Callable[[int], None],
+    can_wait: Callable[[], bool],
+    unwinds: Callable[[], bool],
+    abandon: Callable[[str], None],
 ) -> Iterator[None]:
     """Inside the block, the first of SIGNALS is a request, and one that cannot wait unwinds the stack as SystemExit.
 
     Args:
         request: told the number of the first signal, from another thread.
         can_wait: whether the main thread will come to the end of a step; asked from another thread.
+        unwinds: whether it is closing what it has opened; then it is given CLEANED_UP_AFTER_S. Likewise.
         abandon: called from another thread, and must not return, when the main thread cannot be interrupted.
     """
-    watch = _SignalWatch(request=request, can_wait=can_wait, abandon=abandon)
+    watch = _SignalWatch(request=request, can_wait=can_wait, unwinds=unwinds, abandon=abandon)
     # Python runs handlers on the main thread only; the descriptor gets its byte from the signal itself.
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -118,6 +141,7 @@ def ending_on_signals(
     try:
         yield
     finally:
+        watch.over.set()
         signal.set_wakeup_fd(previous_fd)
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -31,6 +31,9 @@ from megatron_ppo.ray_actors import reaper
 
 logger = logging.getLogger(__name__)
 
+# A thread that still asks for something when the run's cluster is gone would start another one, which nobody ends.
+ray._private.auto_init_hook.enable_auto_connect = False
+
 START_ATTEMPTS = 3
 _ANSWER_LIMIT_S = 20.0
 

@@ -23,14 +23,16 @@ PREAMBLE = """
 import os, signal, sys, threading, time
 from megatron_ppo.app.termination import SAME_REQUEST_S, ending_on_signals
 
-requests, steps_end = [], True
+requests, steps_end, unwinding = [], True, False
 
 def abandon(message):
     print("abandoned:", message, flush=True)
     os._exit(3)
 
 def ending():
-    return ending_on_signals(request=requests.append, can_wait=lambda: steps_end, abandon=abandon)
+    return ending_on_signals(
+        request=requests.append, can_wait=lambda: steps_end, unwinds=lambda: unwinding, abandon=abandon
+    )
 
 def tell(number, *, after_s=0.0):
     timer = threading.Timer(after_s, os.kill, (os.getpid(), number))
@@ -110,7 +112,9 @@ def test_a_request_reaches_a_main_thread_inside_a_c_call_which_is_left_alone() -
             print("requested", signum, flush=True)
             threading.Timer(0.3, os._exit, (0,)).start()
 
-        with ending_on_signals(request=request, can_wait=lambda: True, abandon=abandon):
+        with ending_on_signals(
+            request=request, can_wait=lambda: True, unwinds=lambda: False, abandon=abandon
+        ):
             tell(signal.SIGUSR1, after_s=0.2)
             sit_in_a_c_call()
     """)
@@ -131,6 +135,33 @@ def test_a_main_thread_that_cannot_be_interrupted_is_abandoned() -> None:
     assert result.stdout.startswith("abandoned: SIGTERM arrived"), result.stdout
     assert "within 1 s" in result.stdout, result.stdout
     assert time.monotonic() - started > 1.0
+
+
+def test_a_stack_that_unwinds_already_is_not_interrupted() -> None:
+    """Torchrun signals a rank that has lost a peer while it ends its actors."""
+    result = run("""
+        steps_end, unwinding = False, True
+        with ending():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)
+            print("cleaned up", requests, flush=True)
+    """)
+    assert (result.returncode, result.stdout) == (0, "cleaned up []\n"), result.stderr
+
+
+def test_a_stack_that_does_not_come_to_its_end_is_abandoned() -> None:
+    result = run("""
+        from megatron_ppo.app import termination
+        termination.CLEANED_UP_AFTER_S = 1.0
+        steps_end, unwinding = False, True
+        with ending():
+            tell(signal.SIGTERM)
+            time.sleep(30)
+    """)
+    assert result.returncode == 3, result.stderr
+    assert "the end of the run took more than 1 s" in result.stdout
 
 
 def test_afterwards_signals_do_what_they_did_before() -> None:
