@@ -81,9 +81,17 @@ class RunActors:
 
     def raise_if_lost(self) -> None:
         """Raise PartDiedError with the cause when an engine died that will not be built again."""
+        self._note_lost_engines()
+        self.supervisor.raise_if_step_ends()
+
+    def raise_if_failed(self) -> None:
+        """The same, and for a dead collector or replay buffer."""
+        self._note_lost_engines()
+        self.supervisor.raise_if_failed()
+
+    def _note_lost_engines(self) -> None:
         if (reason := self.engines.table.exhausted) is not None:
             self.supervisor.note(reason)
-        self.supervisor.raise_if_failed()
 
     def snapshots(self) -> RayReplaySnapshots:
         """Save and restore of the replay buffer."""

@@ -304,7 +304,7 @@ class PartsBuilder:
         )
 
     def _check_interrupted(self) -> None:
-        self.interruptions.check(self.actors.raise_if_lost if self.actors else _nobody_is_lost)
+        self.interruptions.check(self.actors.raise_if_failed if self.actors else _nobody_is_lost)
 
     def _statistics(self) -> dict[str, float]:
         assert self.actors is not None, "only rank 0 has actors"

@@ -103,6 +103,7 @@ class Supervisor:
         self._watched: dict[Any, str] = {}
         self._dispensable: frozenset[str] = frozenset()
         self._failure: PartDiedError | None = None
+        self._step_ends_by: PartDiedError | None = None
         self._noting = threading.Lock()
         self._failed = threading.Event()
         self._met = threading.Event()
@@ -126,13 +127,22 @@ class Supervisor:
         if self._thread.is_alive():
             self._thread.join(timeout=5)
 
-    def note(self, message: str) -> None:
-        """Keep a failure that the caller has noticed; the first one counts."""
+    def note(self, message: str, *, dispensable: bool = False) -> None:
+        """Keep a failure that the caller has noticed; the first one counts.
+
+        Args:
+            dispensable: a step can be finished and saved without what has failed.
+        """
+        failure = PartDiedError(message)
         with self._noting:
-            if self._failure is None and not self._stopping.is_set():
-                self._failure = PartDiedError(message)
-                self._failed.set()
+            if self._stopping.is_set():
+                return
+            if self._failure is None:
+                self._failure = failure
                 logger.error("%s", message)
+            if self._step_ends_by is None and not dispensable:
+                self._step_ends_by = failure
+        self._failed.set()
 
     def report(self, message: str) -> None:
         """The same from another thread, which waits here until the main thread has met the failure.
@@ -148,6 +158,11 @@ class Supervisor:
         if self._failure is not None:
             self._met.set()
             raise self._failure
+
+    def raise_if_step_ends(self) -> None:
+        """Raise the failure that was noticed, if the step that is going on cannot be finished after it."""
+        if self._step_ends_by is not None:
+            self.raise_if_failed()
 
     def raise_cause_of(self, error: PartDiedError) -> NoReturn:
         """Raise the failure that is about to be noticed, from `error`, which a call to a dead process has met."""
@@ -186,7 +201,10 @@ class Supervisor:
                 name = watched.pop(ref)
                 message = f"{name} died: {_describe(ref)}"
                 # What dies later dies of the first.
-                self.note(message) if name in self._dispensable else self.report(message)
+                if name in self._dispensable:
+                    self.note(message, dispensable=True)
+                else:
+                    self.report(message)
 
 
 def _cause(error: ray.exceptions.RayTaskError) -> BaseException:
