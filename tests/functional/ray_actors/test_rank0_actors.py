@@ -40,12 +40,6 @@ def dummy_process() -> type:
             if self._error is not None:
                 raise self._error
 
-        async def pause(self) -> None:
-            """As a collector does."""
-
-        async def resume(self) -> None:
-            """As a collector does."""
-
         async def sleep(self, seconds: float) -> str:
             await asyncio.sleep(seconds)
             return "slept"
