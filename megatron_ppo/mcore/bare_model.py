@@ -18,7 +18,8 @@ from megatron_ppo.mcore.hf_config import HFModelConfig
 from megatron_ppo.mcore.model import build_model, transformer_config
 from megatron_ppo.mcore.parallel import ParallelContext
 from megatron_ppo.mcore.settings import RecomputeSettings
-from megatron_ppo.mcore.weights import WeightMap, export_hf_weights, hf_weight_metadata
+from megatron_ppo.mcore.weight_export import export_hf_weights, hf_weight_metadata
+from megatron_ppo.mcore.weights import WeightMap
 from megatron_ppo.protocol.weights import TensorMeta
 
 

@@ -30,7 +30,7 @@ from megatron_ppo.mcore.settings import (
     RecomputeSettings,
     SchedulerSettings,
 )
-from megatron_ppo.mcore.weights import export_hf_weights, hf_weight_metadata
+from megatron_ppo.mcore.weight_export import export_hf_weights, hf_weight_metadata
 from megatron_ppo.numerics.loss_output import LossCounts, LossOutput, share
 from megatron_ppo.numerics.loss_settings import PolicyLossSettings
 from megatron_ppo.numerics.losses import policy_loss

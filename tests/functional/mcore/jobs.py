@@ -24,7 +24,7 @@ from megatron_ppo.mcore.critic import MegatronCritic
 from megatron_ppo.mcore.parallel import ParallelContext, distributed_runtime
 from megatron_ppo.mcore.policy import MegatronPolicy
 from megatron_ppo.mcore.settings import OptimizerSettings, SchedulerSettings
-from megatron_ppo.mcore.weights import export_hf_weights, hf_weight_metadata
+from megatron_ppo.mcore.weight_export import export_hf_weights, hf_weight_metadata
 from megatron_ppo.numerics.loss_settings import PolicyLossSettings
 from megatron_ppo.protocol.errors import CheckpointError, ConfigError, NonFiniteError
 

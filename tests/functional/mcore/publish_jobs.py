@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.peak_memory import peak_bytes
-from megatron_ppo.mcore import weights
+from megatron_ppo.mcore import weight_export
 from megatron_ppo.mcore.host_memory import SharedParameters, share_parameters
 from megatron_ppo.mcore.policy import MegatronPolicy
-from megatron_ppo.mcore.weights import export_hf_weights
+from megatron_ppo.mcore.weight_export import export_hf_weights
 from megatron_ppo.refit.agreement import agreement_over
 from megatron_ppo.refit.broadcast import BroadcastRefit
 from megatron_ppo.transport.broadcast_group import BroadcastStore
@@ -49,7 +49,7 @@ def publish(
             reads.append(shared is not None)
             return shared
 
-        stack.enter_context(mock.patch.object(weights, "share_parameters", share))
+        stack.enter_context(mock.patch.object(weight_export, "share_parameters", share))
         policy = MegatronPolicy(parallel=parallel, **settings(folder, **changes))
         is_sender = dist.get_rank() == 0
         fleet = None
