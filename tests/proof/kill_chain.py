@@ -14,7 +14,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,12 +95,21 @@ class Chain:
 
     Args:
         base: `run.dir` of the run.   kills: in the order in which they are to happen.
+        may_strike: asked before each kill; once it says no, the run is left to finish.
     """
 
-    def __init__(self, settings: ChainSettings, kills: Sequence[Kill], base: Path) -> None:
+    def __init__(
+        self,
+        settings: ChainSettings,
+        kills: Sequence[Kill],
+        base: Path,
+        *,
+        may_strike: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._settings = settings
         self._pending = list(kills)
         self._base = base
+        self._may_strike = may_strike
         # Everything that the run starts inherits it, so that what is left of it can be found; short, because Ray's
         # sockets lie below it.
         self._temp = Path(tempfile.mkdtemp(prefix="kp-"))
@@ -125,8 +134,8 @@ class Chain:
         return self.result
 
     def _strike_all(self) -> None:
-        """Every kill, until one fails or the run comes to its end before."""
-        while self._pending:
+        """Every kill, until one fails, the run comes to its end before, or no more are wanted."""
+        while self._pending and self._may_strike():
             kill = self._pending.pop(0)
             try:
                 if self._job is None:

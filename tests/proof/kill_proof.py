@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -65,9 +65,14 @@ def is_pending(result: Result | None, *, code: str) -> bool:
 
 
 def run_kills(
-    folders: KillFolders, *, patterns: Sequence[str], deadline: float, document: Path, redo: bool = False
+    folders: KillFolders,
+    *,
+    patterns: Sequence[str],
+    may_begin: Callable[[], bool],
+    document: Path,
+    redo: bool = False,
 ) -> tuple[int, list[str]]:
-    """Carry out what is missing until `deadline` (monotonic); the report is written after each chain.
+    """Carry out what is missing while `may_begin` allows another kill; the report is written after each chain.
 
     Returns: how many are left, and what failed, one line each.
     """
@@ -77,16 +82,16 @@ def run_kills(
         for kill in chosen:
             folders.path(kill.id).unlink(missing_ok=True)
     code = commit()
-    if is_pending(folders.read(UNDISTURBED), code=code) and time.monotonic() < deadline:
-        _run_chain(folders, ())
+    if is_pending(folders.read(UNDISTURBED), code=code) and may_begin():
+        _run_chain(folders, (), may_begin)
     tried: set[str] = set()
-    while time.monotonic() < deadline:
+    while may_begin():
         pending = [k for k in chosen if is_pending(folders.read(k.id), code=code) and k.id not in tried]
         chain = next_chain(pending, length=CHAIN_LENGTH)
         if not chain:
             break
         tried |= {chain[0].id}  # a chain that does not reach its first kill must not be repeated for ever
-        _run_chain(folders, chain)
+        _run_chain(folders, chain, may_begin)
         write_kill_report(document, folders)
     write_kill_report(document, folders)
     results = folders.results(chosen)
@@ -102,14 +107,14 @@ def run_kills(
     return left, failures
 
 
-def _run_chain(folders: KillFolders, kills: tuple[Kill, ...]) -> None:
+def _run_chain(folders: KillFolders, kills: tuple[Kill, ...], may_begin: Callable[[], bool]) -> None:
     number = folders.num_chains()
     settings = chain_settings(number, kills)
     (folders.root / f"chain_{number}.begun").touch()
     base = folders.root / "runs" / settings.name
     started, load = time.time(), os.getloadavg()[0]
     print(f"{settings.name}: {', '.join(kill.id for kill in kills) or 'no kill'}", flush=True)
-    result = Chain(settings, kills, base).run()
+    result = Chain(settings, kills, base, may_strike=may_begin).run()
     print(f"  {len(result.deaths)} kills, {result.lives} lives, {result.wall_s:.0f} s", flush=True)
     facts = {
         "chain": asdict(settings),

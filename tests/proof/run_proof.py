@@ -4,7 +4,8 @@ after another.
     python tests/proof/run_proof.py                      everything that has not run yet, then docs/runs.md
     python tests/proof/run_proof.py --only seeds --seeds 0,1,2
     python tests/proof/run_proof.py --only 'broken_*' --redo
-    python tests/proof/run_proof.py --budget-minutes 60  starts no run after that; call it again to continue
+    python tests/proof/run_proof.py --budget-minutes 60  starts no run, and no kill, after that; call it again to
+                                                         continue. SIGUSR1 ends it at once in the same way
     python tests/proof/run_proof.py --only kills --kills 'collector-*' 'tree-save'
     python tests/proof/run_proof.py --report             only rewrites docs/runs.md
     python tests/proof/run_proof.py --report --record tests/unit/proof/recorded
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -36,6 +38,8 @@ def main() -> int:
     arguments = _parse()
     # Jobs run in sessions of their own; whoever ends this process must not leave them behind.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    enough = threading.Event()
+    signal.signal(signal.SIGUSR1, lambda *_: enough.set())
     folders = ProofFolders(root=arguments.state)
     folders.root.mkdir(parents=True, exist_ok=True)
     everything = all_cases(arguments.seeds)
@@ -45,6 +49,9 @@ def main() -> int:
     chosen = select(everything, patterns) if patterns or not arguments.only else ()
     deadline = time.monotonic() + 60 * arguments.budget_minutes
     left = 0
+
+    def may_begin() -> bool:
+        return time.monotonic() < deadline and not enough.is_set()
 
     def report() -> Proof:
         return write_report(arguments.document, folders, everything)
@@ -56,7 +63,7 @@ def main() -> int:
         for case in chosen:
             if not arguments.redo and has_run(folders.read(case.id)):
                 continue
-            if time.monotonic() > deadline:
+            if not may_begin():
                 left += 1
                 continue
             print(f"{case.id}: {case.shows}", flush=True)
@@ -69,7 +76,7 @@ def main() -> int:
         left_kills, failures = run_kills(
             KillFolders(root=folders.root / KILLS_ID),
             patterns=arguments.kills,
-            deadline=deadline,
+            may_begin=may_begin,
             document=arguments.document,
             redo=arguments.redo,
         )
