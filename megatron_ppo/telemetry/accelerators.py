@@ -13,6 +13,7 @@ Invariant: nothing is imported unless the caller passes `load`, so a broken pack
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import re
@@ -231,7 +232,9 @@ def _has(spec: ModuleSpec, module: str) -> bool:
     return any((Path(f) / module).is_dir() or (Path(f) / f"{module}.py").is_file() for f in folders)
 
 
-def _installed_versions() -> dict[str, str]:
+@functools.cache
+def _installed_versions() -> Mapping[str, str]:
+    # Reads a file of every installed distribution, which takes longer than the building of a small model does.
     return {
         re.sub(r"[-_.]+", "-", name).lower(): distribution.version
         for distribution in importlib.metadata.distributions()
