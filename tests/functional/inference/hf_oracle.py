@@ -23,16 +23,20 @@ TOLERANCE_NATS = 1e-4
 """fp32 on both sides, other reduction orders: 1e-6 to 1e-5 is typical; wrong weights differ by 1e-1."""
 
 
-def tiny_model(seed: int, *, tied: bool) -> Qwen2ForCausalLM:
-    """Random weights. Head size 32 is the smallest that vLLM's CPU attention takes."""
+def tiny_model(seed: int, *, tied: bool, hidden_size: int = 128) -> Qwen2ForCausalLM:
+    """Random weights. Head size 32 is the smallest that vLLM's CPU attention takes.
+
+    Args:
+        hidden_size: a multiple of 64.
+    """
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCABULARY,
-        hidden_size=128,
+        hidden_size=hidden_size,
         intermediate_size=192,
         num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=hidden_size // 32,
+        num_key_value_heads=hidden_size // 64,
         max_position_embeddings=MAX_MODEL_LEN,
         tie_word_embeddings=tied,
         initializer_range=0.1,
