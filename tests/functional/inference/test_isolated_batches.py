@@ -39,9 +39,7 @@ def isolated(
 
 
 WIDTH = 576
-"""Hidden size, that of SmolLM2. At 128 the kernels of the machine that this was written on give the same bits in any
-company; at 576 a response that is computed alone has other last bits than in a batch.
-"""
+"""Hidden size, that of SmolLM2."""
 
 
 def step_requests(first_seed: int = 0) -> list[GroupRequest]:
