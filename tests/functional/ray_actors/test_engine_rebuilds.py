@@ -24,15 +24,6 @@ ROOT = Path(__file__).parents[3]
 LONG_S = 120.0  # starting an actor takes 10 CPU seconds, more on a loaded machine
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    from megatron_ppo.ray_actors.cluster import start_local_cluster
-
-    logs = tmp_path_factory.mktemp("logs")
-    with start_local_cluster(log_dir=logs, env={"OMP_NUM_THREADS": "1"}):
-        yield logs
-
-
 class Scene:
     """A group of one replica, with its keeper."""
 
