@@ -5,9 +5,9 @@ caller while bucket k + 1 arrives. Driven by `refit.broadcast` and `inference.wo
 
 Large tensors are sent from where they lie, small ones are packed into the sender's staging memory first.
 
-Invariant: while the source makes its next tensor, the sender holds `staging_bytes` and two tensors, of which one
-travels; a tensor that is larger than a half of the staging memory travels in pieces. A receiver holds three buckets
-besides those whose views are in use.
+Invariant: while the source makes its next tensor, the sender holds `staging_bytes` and one tensor that travels; gloo's
+thread lets go of one more a moment after its broadcast. A tensor that is larger than a half of the staging memory
+travels in pieces. A receiver holds three buckets besides those whose views are in use.
 """
 
 from __future__ import annotations
@@ -53,13 +53,9 @@ def send_stream(
     in_flight: deque[PendingBroadcast] = deque()
     halves = _Halves(manifest, group.device)
 
-    travelled: Tensor | None = None
-
     def wait_for_all_but(count: int) -> None:
-        nonlocal travelled
         while len(in_flight) > count:
-            # Kept for one more round: the transport's own thread lets go of a buffer a moment after its broadcast.
-            travelled = in_flight.popleft().wait(check_peers=check_peers)
+            in_flight.popleft().wait(check_peers=check_peers)
 
     for index, bucket in enumerate(manifest.buckets()):
         wait_for_all_but(1)  # what travels keeps its memory, and the source now needs some for the next

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -17,11 +18,24 @@ from megatron_ppo.mcore.policy import MegatronPolicy
 from megatron_ppo.mcore.weight_export import export_hf_weights
 from megatron_ppo.refit.agreement import agreement_over
 from megatron_ppo.refit.broadcast import BroadcastRefit
-from megatron_ppo.transport.broadcast_group import BroadcastStore
+from megatron_ppo.transport.broadcast_group import BroadcastStore, PendingBroadcast
 from tests.functional.mcore.jobs import Layout, context, random_batch, settings
 from tests.functional.mcore.receiver_process import ReceiverFleet, receiver_process, tensor_hash
 
 TIMEOUT_S = 60.0
+
+_wait = PendingBroadcast.wait
+
+
+def _waits_for_release(self: PendingBroadcast, **kwargs: Any) -> Tensor:
+    """As `PendingBroadcast.wait`, but gloo's thread has let go of the buffer: what is freed there is not recorded."""
+    buffer = _wait(self, **kwargs)
+    self._work = None  # holds the buffer as well
+    deadline = time.monotonic() + TIMEOUT_S
+    while buffer._use_count() > 1:
+        assert time.monotonic() < deadline, "gloo still holds a buffer of a broadcast that has ended"
+        time.sleep(0.0005)
+    return buffer
 
 
 def publish(
@@ -67,7 +81,8 @@ def publish(
         stack.callback(refit.close)
         refit.push(version=0)
         policy.update([random_batch()])
-        peak = peak_bytes(lambda: refit.push(version=1))
+        with mock.patch.object(PendingBroadcast, "wait", _waits_for_release):
+            peak = peak_bytes(lambda: refit.push(version=1))
         whole = peak_bytes(lambda: list(policy.full_weights()))
         # What the publish must have done by itself.
         policy.trained.flush()
