@@ -133,7 +133,7 @@ def _connection(
     temp_dir: Path, log_dir: Path, gpu_ids: Sequence[str], options: Mapping[str, Any]
 ) -> Iterator[None]:
     try:
-        with _visible_gpus(gpu_ids), _own_sigterm(), _needed_services():
+        with _visible_gpus(gpu_ids), _own_sigterm(), _needed_services(), _own_process_groups():
             _init(options)
         yield
     finally:
@@ -189,6 +189,21 @@ def _needed_services() -> Iterator[None]:
         yield
     finally:
         module.RayParams = with_all
+
+
+@contextmanager
+def _own_process_groups() -> Iterator[None]:
+    """torchrun signals the process group of a rank, which needs its actors until its step is finished and saved.
+
+    Ray's processes start their children in their own group. They end with the driver, by the reaper at the latest.
+    """
+    module: Any = ray._private.services
+    plain = module.ConsolePopen
+    module.ConsolePopen = functools.partial(plain, process_group=0)
+    try:
+        yield
+    finally:
+        module.ConsolePopen = plain
 
 
 @contextmanager
