@@ -23,7 +23,9 @@ TOLERANCE_NATS = 1e-4
 """fp32 on both sides, other reduction orders: 1e-6 to 1e-5 is typical; wrong weights differ by 1e-1."""
 
 
-def tiny_model(seed: int, *, tied: bool, hidden_size: int = 128) -> Qwen2ForCausalLM:
+def tiny_model(
+    seed: int, *, tied: bool, hidden_size: int = 128, intermediate_size: int = 192
+) -> Qwen2ForCausalLM:
     """Random weights. Head size 32 is the smallest that vLLM's CPU attention takes.
 
     Args:
@@ -33,7 +35,7 @@ def tiny_model(seed: int, *, tied: bool, hidden_size: int = 128) -> Qwen2ForCaus
     config = Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=hidden_size,
-        intermediate_size=192,
+        intermediate_size=intermediate_size,
         num_hidden_layers=3,
         num_attention_heads=hidden_size // 32,
         num_key_value_heads=hidden_size // 64,
