@@ -29,6 +29,7 @@ from megatron_ppo.protocol.errors import (
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 LEAVE_AFTER_S = 6.0
 """A main thread that has not met the signal by then is inside a collective that its peers have left."""
+_AGAIN_AFTER_S = 0.05
 CLEANED_UP_AFTER_S = 15.0
 """How long a stack that unwinds already may go on after a signal. Below the 30 s after which torchrun kills."""
 SAME_REQUEST_S = 1.0
@@ -108,10 +109,14 @@ class _SignalWatch:
                 )
             return
         self._leaving = signum
-        # The handler has run already, and let the main thread go on.
-        signal.pthread_kill(self._main, signum)
-        if not self._met.wait(LEAVE_AFTER_S):
-            self._abandon(f"{name} arrived, and the main thread did not notice within {LEAVE_AFTER_S:.0f} s")
+        # The handler has run already, and let the main thread go on. Again and again: a signal that arrives just before
+        # a call that waits, a sleep that is resumed for example, does not interrupt it.
+        deadline = time.monotonic() + LEAVE_AFTER_S
+        while time.monotonic() < deadline:
+            signal.pthread_kill(self._main, signum)
+            if self._met.wait(_AGAIN_AFTER_S):
+                return
+        self._abandon(f"{name} arrived, and the main thread did not notice within {LEAVE_AFTER_S:.0f} s")
 
 
 @contextlib.contextmanager
