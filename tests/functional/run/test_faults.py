@@ -28,7 +28,11 @@ VICTIMS: dict[str, tuple[Callable[[Launched], psutil.Process], str]] = {
 }
 
 
-@pytest.mark.parametrize("victim", VICTIMS)
+# Its cause is found as in the other two; engines that are rebuilt have a test of their own.
+ENGINE = pytest.param("engine actor that may not be rebuilt", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("victim", [ENGINE, "collector", "replay buffer"])
 def test_a_killed_process_ends_the_run_with_its_cause(launch: Callable[..., Launched], victim: str) -> None:
     find, cause = VICTIMS[victim]
     job = launch(*ENDLESS, "inference.max_engine_restarts=0")
