@@ -197,7 +197,7 @@ class PartsBuilder:
         actors = self.actors
         return RecoveringRefit(
             refit=refit,
-            engines=actors.engines if actors else None,
+            engines=actors.engines.table if actors else None,
             raise_if_lost=actors.raise_if_lost if actors else _nobody_is_lost,
             max_retries=self.config.refit.max_retries,
             on_rank_zero=self.rank_zero.run,

@@ -72,6 +72,11 @@ class ReplicaTable:
             return sum(status.deaths for status in self._replicas)
 
     @property
+    def lacks_weights(self) -> bool:
+        """Whether an engine is up without the current version."""
+        return bool(self.members(ReplicaState.STALE))
+
+    @property
     def exhausted(self) -> str | None:
         """Why no rebuild can help any more; None while the run can go on."""
         return self._exhausted
@@ -151,6 +156,10 @@ class ReplicaTable:
         """Wait until `condition`, which may use this table, holds; whether it does."""
         with self._changed:
             return self._changed.wait_for(condition, timeout_s)
+
+    def wait_for_news(self, *, deaths: int, timeout_s: float) -> None:
+        """Return when more than `deaths` engines have died, or after `timeout_s`."""
+        self.wait_for(lambda: self.deaths > deaths, timeout_s=timeout_s)
 
     def describe(self) -> str:
         """One line for status and messages: "0 HEALTHY v3, 1 DEAD (died 1x)"."""

@@ -1,8 +1,8 @@
 """The inference group: engine replicas in Ray actors, as rank 0 (blocking) and the collector (async) see
 them.
 
-`InferenceGroup` lives on trainer rank 0, starts, rebuilds and ends the actors and implements `refit.fleet.EngineFleet`,
-`refit.recovery.EngineWatch` and `engine_keeper.Rebuildable`. `RayEngineClient` is a `protocol.ports.EngineReplica` that
+`InferenceGroup` lives on trainer rank 0, starts, rebuilds and ends the actors and implements `refit.fleet.EngineFleet`
+and `engine_keeper.Rebuildable`. `RayEngineClient` is a `protocol.ports.EngineReplica` that
 may be pickled into another actor; it stays valid when the replica is built again, because Ray restarts the same actor.
 Invariant: every wait has a limit, and a replica's own error keeps its type on the way to the caller.
 """
@@ -307,22 +307,6 @@ class InferenceGroup:
                 found = _identity(handle)
         self._identities[replica] = found
 
-    # refit.recovery.EngineWatch
-
-    @property
-    def deaths(self) -> int:
-        """How many engines have died so far."""
-        return self.table.deaths
-
-    @property
-    def lacks_weights(self) -> bool:
-        """Whether an engine is up without the current version."""
-        return bool(self.table.members(ReplicaState.STALE))
-
-    def wait_for_news(self, *, deaths: int, timeout_s: float) -> None:
-        """Return when more than `deaths` engines have died, or after `timeout_s`."""
-        self.table.wait_for(lambda: self.table.deaths > deaths, timeout_s=timeout_s)
-
     def health(self, *, timeout_s: float = 30.0) -> list[Any]:
         """`inference.engine.EngineHealth` per replica. Raises: EngineDeadError."""
         return self._call_all("health", what="the engines' health").results(timeout_s=timeout_s)
@@ -355,7 +339,6 @@ class InferenceGroup:
         deadline_s: float,
     ) -> list[Completion]:
         """One completion per prompt, in order; prompts are dealt to the serving replicas in turn, in one call each.
-
 
         Those of a replica that dies meanwhile are dealt again.
         Raises: GenerationError, WaitTimeoutError; EngineDeadError when no replica serves.

@@ -14,35 +14,18 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from megatron_ppo.loop.ports import Metrics, Refit, Validator
 from megatron_ppo.loop.validation import OnRankZero
 from megatron_ppo.protocol.errors import EngineDeadError, RefitError, WeightMismatchError
+from megatron_ppo.protocol.replicas import ReplicaTable
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 NEWS_S = 2.0
 """A broken transfer may be seen earlier than the death that broke it: how long to wait for the news."""
-
-
-class EngineWatch(Protocol):
-    """The states of the engines, on rank 0. `ray_actors.inference_group.InferenceGroup` implements it."""
-
-    @property
-    def deaths(self) -> int:
-        """How many engines have died so far."""
-        ...
-
-    @property
-    def lacks_weights(self) -> bool:
-        """Whether an engine is up without the current version."""
-        ...
-
-    def wait_for_news(self, *, deaths: int, timeout_s: float) -> None:
-        """Return when more than `deaths` engines have died, or after `timeout_s`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +56,7 @@ class RecoveringRefit:
 
     Args:
         refit: the real one; EngineDeadError and RefitError must be raised on all ranks or on none.
-        engines: on rank 0 only, None elsewhere.
+        engines: their states; on rank 0 only, None elsewhere.
         raise_if_lost: called on rank 0; raises PartDiedError when an engine died that will not be built again.
         max_retries: further attempts of one push whose failure was not an engine's death. Deaths are limited by the
             restarts that `engines` allows.
@@ -85,7 +68,7 @@ class RecoveringRefit:
         self,
         *,
         refit: Refit,
-        engines: EngineWatch | None,
+        engines: ReplicaTable | None,
         raise_if_lost: Callable[[], None],
         max_retries: int,
         on_rank_zero: OnRankZero[Any],

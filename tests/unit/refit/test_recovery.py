@@ -49,17 +49,6 @@ class World:
         self.table.serving(members, version=version)
         return {"refit/total_s": 1.0}
 
-    @property
-    def deaths(self) -> int:
-        return self.table.deaths
-
-    @property
-    def lacks_weights(self) -> bool:
-        return bool(self.table.members(STALE))
-
-    def wait_for_news(self, *, deaths: int, timeout_s: float) -> None:
-        self.table.wait_for(lambda: self.table.deaths > deaths, timeout_s=timeout_s)
-
     def raise_if_lost(self) -> None:
         if self.table.exhausted is not None:
             raise PartDiedError(self.table.exhausted)
@@ -73,7 +62,7 @@ class World:
     def recovering(self, *, max_retries: int = 1, **changes: Any) -> RecoveringRefit:
         settings: dict[str, Any] = {
             "refit": self,
-            "engines": self,
+            "engines": self.table,
             "raise_if_lost": self.raise_if_lost,
             "max_retries": max_retries,
             "on_rank_zero": on_one_rank,
