@@ -20,18 +20,18 @@ from megatron_ppo.chaos.engines import EngineKillingGroups
 from megatron_ppo.chaos.fault_log import FaultLog
 from megatron_ppo.chaos.publication import FaultyFleet
 from megatron_ppo.chaos.reward import FAULT_KEY, FaultyReward
-from megatron_ppo.collector.collector import Collector
 from megatron_ppo.collector.router import ReplicaRouter
 from megatron_ppo.protocol.errors import PartDiedError, ScoringError
 from megatron_ppo.protocol.faults import FaultKind, FaultPlan
 from megatron_ppo.protocol.replicas import Member, ReplicaState, ReplicaTable
 from megatron_ppo.protocol.schedule import AsyncSchedule
-from megatron_ppo.protocol.trajectory import Completion, Prompt, PromptGroup, SamplingSettings
+from megatron_ppo.protocol.trajectory import Completion, Prompt, PromptGroup
 from megatron_ppo.refit import recovery
 from megatron_ppo.refit.recovery import RecoveringRefit
 from megatron_ppo.replay.buffer import PromptGroupBuffer
 from megatron_ppo.replay.service import ReplayService
-from megatron_ppo.testing.fakes import FakeEngine, FakePromptStream, require
+from megatron_ppo.testing.fakes import FakeEngine, require
+from tests.unit.collector.random_collector import random_collector
 
 RUNS = 25
 PROMPTS, GENERATIONS = 3, 2
@@ -66,7 +66,7 @@ class ScoringInOneProcess:
 
 
 class Engines:
-    """Fake replicas as `EngineFleet`, `EngineWatch` and `MortalEngines` see them."""
+    """Fake replicas as `EngineFleet` and `MortalEngines` see them."""
 
     def __init__(self, replicas: int) -> None:
         self.replicas = [FakeEngine(length_of=lambda seed, _: 1 + seed % 5) for _ in range(replicas)]
@@ -96,19 +96,6 @@ class Engines:
             if engine.version < self._committed:
                 engine.publish(self._committed)
         self.table.serving(self._refitted, version=self._committed)
-
-    # EngineWatch
-
-    @property
-    def deaths(self) -> int:
-        return self.table.deaths
-
-    @property
-    def lacks_weights(self) -> bool:
-        return bool(self.table.members(ReplicaState.STALE))
-
-    def wait_for_news(self, *, deaths: int, timeout_s: float) -> None:
-        """Nothing dies meanwhile: there is one thread."""
 
     # MortalEngines
 
@@ -198,26 +185,22 @@ class Run:
         self.replay = ReplayService(self.buffer)
         replicas = [Gate(self.engines, replica) for replica in range(len(self.engines.replicas))]
         self.router = ReplicaRouter(replicas, look_s=0.0)
-        self.collector = Collector(
+        self.collector = random_collector(
+            rng,
             replay=self.replay,
             engine=FaultyEngine(self.router, plan=self.plan, log=self.log),
             engine_ready=self.router.available,
             scoring=FaultyScoring(ScoringInOneProcess(), plan=self.plan, log=self.log),
-            prompts=FakePromptStream(),
             num_generations=GENERATIONS,
-            sampling=SamplingSettings(max_new_tokens=6),
             seed=seed,
-            max_concurrent_groups=rng.randint(1, 4),
             deadline_s=LONG_S,
-            max_retries=rng.randint(0, 2),
-            retry_backoff_s=0.0,
-            max_generation_failures=10**6,
+            most_retries=2,
             reserve_timeout_s=0.002,
         )
         self.slept: list[float] = []
         self.refit = RecoveringRefit(
             refit=BareRefit(FaultyFleet(self.engines, sleep=self.slept.append, **faults)),  # type: ignore[arg-type]
-            engines=self.engines,
+            engines=self.engines.table,
             raise_if_lost=lambda: None,
             max_retries=100,
             on_rank_zero=lambda what, function: function(),
@@ -270,7 +253,7 @@ def test_every_prompt_is_trained_once_under_every_kind_of_fault(
             assert 0 <= age <= run.schedule.max_trajectory_age_steps
         run.buffer.ledger.check()
         counts = run.log.counts()
-        assert counts[FaultKind.KILL_ENGINE] == run.engines.deaths
+        assert counts[FaultKind.KILL_ENGINE] == run.engines.table.deaths
         assert counts[FaultKind.DELAY_REFIT] == len(run.slept)
         survived += counts
     assert set(survived) == set(FaultKind)

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_ppo.collector.collector import Collector
 from megatron_ppo.protocol.errors import GenerationError, PartDiedError, ScoringError
 from megatron_ppo.protocol.schedule import AsyncSchedule
-from megatron_ppo.protocol.trajectory import Completion, Prompt, PromptGroup, SamplingSettings
+from megatron_ppo.protocol.trajectory import Completion, Prompt, PromptGroup
 from megatron_ppo.replay.buffer import PromptGroupBuffer
 from megatron_ppo.replay.service import ReplayService
-from megatron_ppo.testing.fakes import FakeEngine, FakePromptStream
+from megatron_ppo.testing.fakes import FakeEngine
+from tests.unit.collector.random_collector import random_collector
 
 LONG_S = 40.0
 PROMPT_S = 20.0  # a schedule takes milliseconds, also on a loaded machine
@@ -86,19 +86,15 @@ class Scene:
         self.scoring = UnreliableScoring(random.Random(f"{seed}/scoring"), failure_rate=failure_rate)
         # A pause waits for the request that is open, so where there are pauses it has to be short.
         self.pauses = rng.random() < 0.5
-        self.collector = Collector(
+        self.collector = random_collector(
+            rng,
             replay=self.replay,
             engine=self.engine,
             scoring=self.scoring,
-            prompts=FakePromptStream(),
             num_generations=GENERATIONS,
-            sampling=SamplingSettings(max_new_tokens=6),
             seed=seed,
-            max_concurrent_groups=rng.randint(1, 4),
             deadline_s=LONG_S,
-            max_retries=rng.randint(0, 1),
-            retry_backoff_s=0.0,
-            max_generation_failures=10**6,
+            most_retries=1,
             reserve_timeout_s=0.002 if self.pauses else LONG_S,
         )
 

@@ -13,18 +13,18 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from megatron_ppo.collector.collector import Collector
 from megatron_ppo.collector.router import ReplicaRouter
 from megatron_ppo.collector.scoring import ThreadScoring
 from megatron_ppo.protocol.errors import EngineDeadError, PartDiedError, RefitError
 from megatron_ppo.protocol.replicas import ReplicaState, ReplicaTable
 from megatron_ppo.protocol.schedule import AsyncSchedule
-from megatron_ppo.protocol.trajectory import Completion, PromptGroup, SamplingSettings
+from megatron_ppo.protocol.trajectory import Completion, PromptGroup
 from megatron_ppo.refit import recovery
 from megatron_ppo.refit.recovery import RecoveringRefit
 from megatron_ppo.replay.buffer import PromptGroupBuffer
 from megatron_ppo.replay.service import ReplayService
-from megatron_ppo.testing.fakes import FakeEngine, FakePromptStream, FakeScorer, require
+from megatron_ppo.testing.fakes import FakeEngine, FakeScorer, require
+from tests.unit.collector.random_collector import random_collector
 
 SCHEDULES = 100
 LONG_S = 60.0
@@ -68,8 +68,15 @@ class GatedEngine(FakeEngine):
         return completions
 
 
+class ToldAtOnce(ReplicaTable):
+    """A failed refit is asked for its death when that is known already."""
+
+    def wait_for_news(self, *, deaths: int, timeout_s: float) -> None:
+        require(self.deaths > deaths, "the refit failed without a death")
+
+
 class World:
-    """One random run. Implements `Refit` and `EngineWatch` over the fake engines."""
+    """One random run. Implements `Refit` over the fake engines."""
 
     def __init__(self, seed: int) -> None:
         rng = self.rng = random.Random(seed)
@@ -81,7 +88,7 @@ class World:
         self.prompts = rng.randint(1, 3)
         self.current = -1
         self.engines = [GatedEngine(self) for _ in range(rng.randint(1, 3))]
-        self.table = ReplicaTable(replicas=len(self.engines), max_restarts=10**6)
+        self.table = ToldAtOnce(replicas=len(self.engines), max_restarts=10**6)
         for replica in range(len(self.engines)):
             self.table.built(replica)
         self.buffer = PromptGroupBuffer(
@@ -91,32 +98,28 @@ class World:
         )
         self.replay = ReplayService(self.buffer)
         self.router = ReplicaRouter(self.engines, look_s=0.0)
-        self.collector = Collector(
+        self.collector = random_collector(
+            rng,
             replay=self.replay,
             engine=self.router,
             engine_ready=self.router.available,
             scoring=ThreadScoring(FakeScorer(), threads=1, deadline_s=LONG_S),
-            prompts=FakePromptStream(),
             num_generations=GENERATIONS,
-            sampling=SamplingSettings(max_new_tokens=6),
             seed=seed,
-            max_concurrent_groups=rng.randint(1, 4),
             deadline_s=LONG_S,
-            max_retries=rng.randint(0, 2),
-            retry_backoff_s=0.0,
-            max_generation_failures=10**6,
+            most_retries=2,
             reserve_timeout_s=0.002,
         )
         self.refit = RecoveringRefit(
             refit=self,
-            engines=self,
+            engines=self.table,
             raise_if_lost=lambda: None,
             max_retries=1,
             on_rank_zero=lambda what, function: function(),
         )
         self.kills = rng.choice((0.02, 0.1, 0.3))
 
-    # --- Refit and EngineWatch ------------------------------------------------------------------------------
+    # --- Refit ----------------------------------------------------------------------------------------------
 
     def push(self, *, version: int) -> Mapping[str, float]:
         """Some member may die half-way; the others are then paused and do not have the version."""
@@ -135,17 +138,6 @@ class World:
             self.engines[member.replica].give(version)
         self.table.serving(members, version=version)
         return {}
-
-    @property
-    def deaths(self) -> int:
-        return self.table.deaths
-
-    @property
-    def lacks_weights(self) -> bool:
-        return bool(self.table.members(ReplicaState.STALE))
-
-    def wait_for_news(self, *, deaths: int, timeout_s: float) -> None:
-        require(self.table.deaths > deaths, "the refit failed without a death")
 
     # --- what happens ---------------------------------------------------------------------------------------
 
@@ -215,7 +207,7 @@ def test_no_prompt_is_lost_and_no_engine_serves_old_weights_whenever_engines_die
     deaths, retries = 0, 0.0
     for seed in range(SCHEDULES):
         world = asyncio.run(whole_run(seed))
-        deaths += world.deaths
+        deaths += world.table.deaths
         retries += world.collector.stats().retries + world.collector.stats().failures
     # Or the test would test nothing.
     assert deaths > 2 * SCHEDULES and retries > SCHEDULES / 2
