@@ -2,8 +2,8 @@
 
 Over gloo a shard costs two passes through a socket, each of which keeps a core busy on both sides. Ranks of one host
 need no socket: Linux lets a process read the memory of another one of the same user (process_vm_readv(2), "cross
-memory attach", which MPI libraries use for the same reason). Driven by `weights.export_hf_weights` on the CPU backend;
-between GPUs NCCL is faster.
+memory attach", which MPI libraries use for the same reason). Driven by `weight_export.export_hf_weights` on the CPU
+backend; between GPUs NCCL is faster.
 
 Invariant: either every rank uses this way or none does, and nothing is assumed about permissions: each exchange begins
 with a trial read of every rank, and where one fails, sockets are used. Addresses are exchanged anew each time, so a

@@ -11,6 +11,16 @@ from megatron_ppo.mcore.hf_config import map_hf_config
 from megatron_ppo.mcore.hf_map import expected_tensors
 
 Shape = tuple[int, ...]
+TINY_QWEN2: Mapping[str, object] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+}
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Shape], *, dtype: str = "F32") -> None:

@@ -17,24 +17,13 @@ from megatron_ppo.config import compose
 from megatron_ppo.mcore.hf_export import appearing_folder, exported_config, plan_files
 from megatron_ppo.protocol.errors import ConfigError
 from megatron_ppo.protocol.weights import TensorMeta
-from tests.unit.hf_folder import write_model_folder
-
-QWEN2: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 24,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-}
+from tests.unit.hf_folder import TINY_QWEN2, write_model_folder
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run directory with two checkpoints and an initial model next to it."""
-    write_model_folder(tmp_path / "initial", QWEN2)
+    write_model_folder(tmp_path / "initial", TINY_QWEN2)
     path = tmp_path / "run"
     for step in (9, 10):
         (path / "checkpoints" / f"step_{step}" / "models").mkdir(parents=True)
@@ -135,14 +124,14 @@ def test_files_are_filled_in_order_up_to_the_limit() -> None:
 
 
 def test_a_critic_becomes_a_token_classifier_with_one_label() -> None:
-    raw = {**QWEN2, "torch_dtype": "bfloat16", "num_labels": 2, "rope_theta": 5.0}
+    raw = {**TINY_QWEN2, "torch_dtype": "bfloat16", "num_labels": 2, "rope_theta": 5.0}
     config = exported_config(raw, value_head=True, dtype=torch.float32)
     assert config["architectures"] == ["Qwen2ForTokenClassification"]
     assert (config["id2label"], config["torch_dtype"]) == ({"0": "value"}, "float32")
     assert config["rope_theta"] == 5.0
     assert "num_labels" not in config
-    policy = exported_config(QWEN2, value_head=False, dtype=torch.bfloat16)
-    assert policy == {**QWEN2, "dtype": "bfloat16"}
+    policy = exported_config(TINY_QWEN2, value_head=False, dtype=torch.bfloat16)
+    assert policy == {**TINY_QWEN2, "dtype": "bfloat16"}
 
 
 def test_a_folder_appears_only_when_it_is_complete(tmp_path: Path) -> None:

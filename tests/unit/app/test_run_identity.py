@@ -17,18 +17,7 @@ from megatron_ppo.data.tasks import build_task
 from megatron_ppo.loop.identity import Trait, differences
 from megatron_ppo.protocol.errors import CheckpointError
 from tests.unit.config.composed import changed
-from tests.unit.hf_folder import write_model_folder
-
-MODEL: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 24,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-}
+from tests.unit.hf_folder import TINY_QWEN2, write_model_folder
 
 
 class World:
@@ -37,7 +26,7 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.policy, self.critic = folder / "policy", folder / "critic"
         for path in (self.policy, self.critic):
-            write_model_folder(path, MODEL)
+            write_model_folder(path, TINY_QWEN2)
             (path / "tokenizer.json").write_text('{"model": {}}')
         self.config: RunConfig = changed({})
         self.task: TaskSpec = build_task("sort3_5", num_train=20, num_validation=4)
@@ -80,7 +69,7 @@ def other_tokenizer(world: World) -> None:
 
 
 def other_rope(world: World) -> None:
-    (world.policy / "config.json").write_text(json.dumps({**MODEL, "rope_theta": 9.0}))
+    (world.policy / "config.json").write_text(json.dumps({**TINY_QWEN2, "rope_theta": 9.0}))
 
 
 def other_weights(world: World) -> None:
@@ -88,7 +77,7 @@ def other_weights(world: World) -> None:
 
 
 def other_critic_rope(world: World) -> None:
-    (world.critic / "config.json").write_text(json.dumps({**MODEL, "rope_theta": 9.0}))
+    (world.critic / "config.json").write_text(json.dumps({**TINY_QWEN2, "rope_theta": 9.0}))
 
 
 def other_critic_weights(world: World) -> None:
