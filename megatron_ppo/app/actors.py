@@ -136,7 +136,10 @@ def run_actors(
         )
         supervisor = Supervisor(abandon=abandon)
         seams = seams_of(config, directory)
-        keeper = EngineKeeper(engines=engines, give_up=supervisor.report)
+        # The step that is going on can be finished and saved without the engine; its publication will notice.
+        keeper = EngineKeeper(
+            engines=engines, give_up=lambda reason: supervisor.note(reason, dispensable=True)
+        )
         try:
             replay = ReplayActor.remote(
                 schedule=derived.schedule,

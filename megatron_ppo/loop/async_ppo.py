@@ -3,7 +3,8 @@
 SPMD: every trainer rank runs this same code and holds the same ports. The loop owns the order of a step and the
 step counter, nothing else; whatever has state lives in a part.
 
-A run that has to end between two steps, because of a signal or a dead collector or buffer, is saved first.
+A run that has to end between two steps, because of a signal, a dead collector or buffer, or weights that reach no
+engine, is saved first.
 
 Order in a step: take the groups; mismatch metrics and masks; critic values, then policy log-probs, then reference
 log-probs; advantages; per epoch all critic minibatches, then all policy minibatches; publish one new version;
@@ -43,13 +44,20 @@ from megatron_ppo.protocol.errors import (
     NonFiniteError,
     PartDiedError,
     RankZeroFailedError,
+    RefitError,
     StopRequested,
     WaitTimeoutError,
+    WeightMismatchError,
 )
 from megatron_ppo.protocol.schedule import AsyncSchedule
 from megatron_ppo.protocol.trajectory import PromptGroup
 
 logger = logging.getLogger(__name__)
+
+# Met by all ranks together, with every model as the last complete step has left it.
+_ENDING = (PartDiedError, WaitTimeoutError, RefitError)
+# Rank 0 does not save, so nobody can; and weights that may be wrong themselves are no state to go on from.
+_NOT_SAVED = (RankZeroFailedError, WeightMismatchError)
 
 
 def _nothing_interrupts() -> None:
@@ -131,7 +139,8 @@ def train(run: LoopSettings, schedule: AsyncSchedule, parts: Parts) -> int:
     """Train until `run.max_num_steps` steps are complete and return their number.
 
     Raises: NonFiniteError, StaleGroupError, PartDiedError, WaitTimeoutError, RefitError; each with its step.
-        StopRequested when the run was asked to end. What ends it between two steps leaves a checkpoint of that moment.
+        StopRequested when the run was asked to end. What ends it between two steps leaves a checkpoint of that moment;
+        so does a publication that fails for good, which a resume begins with.
     """
     step = parts.checkpoints.restore()
     if step >= run.max_num_steps:
@@ -153,9 +162,11 @@ def train(run: LoopSettings, schedule: AsyncSchedule, parts: Parts) -> int:
             with log.timed("exposed_generation"):  # the only place where the learner waits for actors
                 groups = parts.groups.take(target_step=step)
         with parts.residency.step(f"step {step + 1}"):
-            _train_step(run, schedule, parts, step, groups, log)
+            unpublished = _train_step(run, schedule, parts, step, groups, log)
         step += 1
         with _saving_what_ends_here(run, parts, step, log, saved=saved, has_row=True):
+            if unpublished is not None:
+                raise unpublished
             if step < run.max_num_steps:
                 parts.check_interrupted()
             if not run.generates_alone:
@@ -191,9 +202,9 @@ def _saving_what_ends_here(
     """
     try:
         yield
-    except RankZeroFailedError:  # rank 0 does not save, so nobody can
+    except _NOT_SAVED:
         raise
-    except (StopRequested, PartDiedError, WaitTimeoutError) as error:
+    except (StopRequested, *_ENDING) as error:
         try:
             _save_at_the_end(run, parts, step, log, saved=saved, has_row=has_row)
         except MegatronPPOError as failed:
@@ -225,8 +236,8 @@ def _train_step(
     step: int,
     groups: list[PromptGroup],
     log: StepLog,
-) -> None:
-    """Score, update, publish."""
+) -> PartDiedError | WaitTimeoutError | RefitError | None:
+    """Score, update, publish. Returns what the publication failed of for good: the step is complete without it."""
     batch = _batch(run, schedule, step, groups, log)
     try:
         batch = _score(run, parts, batch, log)
@@ -235,7 +246,13 @@ def _train_step(
         raise NonFiniteError(f"step {step + 1}: {error}", error.ordinals) from error
     if schedule.trains_policy(step):  # a frozen step changes no weight: nothing to publish, nobody to pause
         with log.timed("weight_sync"), parts.residency.publishing():
-            log.add(parts.refit.push(version=schedule.version_at(step + 1)))
+            try:
+                log.add(parts.refit.push(version=schedule.version_at(step + 1)))
+            except _NOT_SAVED:
+                raise
+            except _ENDING as error:  # kept until the policy has left the device, which all ranks do together
+                return error
+    return None
 
 
 def _batch(

@@ -101,7 +101,9 @@ class RecoveringRefit:
                 if self._deaths(news_after=deaths) == deaths:
                     failures += 1
                     if failures > self._max_retries:
-                        raise
+                        if isinstance(error, RefitError):
+                            raise
+                        raise RefitError(f"version {version} could not be published: {error}") from error
                 logger.warning("the publication of version %d is tried again: %s", version, error)
             else:
                 return {**metrics, "refit/failed_attempts": float(attempts)}

@@ -39,6 +39,7 @@ class StepOrder:
         self._step = first_step
         self._version: int | None = None
         self._opened = False
+        self._unpublished = False
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -106,6 +107,11 @@ class StepOrder:
         self._version = version
         self._record("push", version)
 
+    def not_pushed(self, version: int) -> None:
+        """A publish fails for good: nothing may come after it but a save of the step that is complete without it."""
+        require(self._is_updated() and self._trains_policy(), f"publish of {version} without new weights")
+        self._unpublished = True
+
     def opened(self, step: int, frontier: int) -> None:
         """The next window opens after the publish of the weights that the step produced."""
         if self._opened:
@@ -126,8 +132,9 @@ class StepOrder:
         completed = self._step + (self._taken and self._is_updated())
         inside = self._taken and not self._is_updated()
         require(step == completed and not inside, f"{event} of step {step} inside step {self._step}")
+        lacks = self._version != self._schedule.version_at(step)
         require(
-            self._version == self._schedule.version_at(step), f"{event} of step {step} with other weights"
+            not lacks or (self._unpublished and event == "save"), f"{event} of step {step} with other weights"
         )
         self._record(event, step)
 

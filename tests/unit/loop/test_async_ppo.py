@@ -18,9 +18,9 @@ from megatron_ppo.loop.async_ppo import LoopSettings, train
 from megatron_ppo.protocol.errors import (
     GroupMismatchError,
     NonFiniteError,
-    RefitError,
     StaleGroupError,
     WaitTimeoutError,
+    WeightMismatchError,
 )
 from megatron_ppo.protocol.schedule import AsyncSchedule
 from megatron_ppo.protocol.trajectory import PromptGroup
@@ -360,7 +360,7 @@ def test_the_error_of_a_part_ends_the_run_as_it_is_and_nothing_is_saved(part: st
     schedule = AsyncSchedule(max_num_steps=5)
     run = fake_run(schedule)
     errors = {
-        "refit": RefitError("engine 1 kept the old weights"),
+        "refit": WeightMismatchError("engine 1 computes something else"),
         "groups": WaitTimeoutError("step 2 has 1 of 2 groups"),
         "validator": GroupMismatchError("sampled by weight versions [0, 1]"),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,16 @@ from megatron_ppo.protocol.errors import (
     CheckpointError,
     PartDiedError,
     RankZeroFailedError,
+    RefitError,
     StopRequested,
     WaitTimeoutError,
+    WeightMismatchError,
 )
 from megatron_ppo.protocol.schedule import AsyncSchedule
 from megatron_ppo.protocol.trajectory import PromptGroup
 from megatron_ppo.testing.loop_fakes import FakeCheckpoints
 from tests.unit.loop.fake_run import FakeRun, WorkLog, fake_run, loop_settings
+from tests.unit.loop.recording_device import Device, on_device
 
 STEPS = 6
 SCHEDULE = AsyncSchedule(max_num_steps=STEPS, max_trajectory_age_steps=1, policy_training_start_step=1)
@@ -62,6 +65,29 @@ class FailingGroups:
         if self._at == ("open", step):
             raise self._error
         self._source.open(step=step, frontier=frontier)
+
+
+class FailingRefit:
+    """A `Refit` that fails at one version."""
+
+    def __init__(self, run: FakeRun, version: int, error: Exception) -> None:
+        self._refit = run.parts.refit
+        self._order = run.order
+        self._version = version
+        self._error = error
+
+    def push(self, *, version: int) -> Mapping[str, float]:
+        if version == self._version:
+            self._order.not_pushed(version)
+            raise self._error
+        return self._refit.push(version=version)
+
+
+UNPUBLISHED = [
+    RefitError("refit to version 2 failed while sending weights: no engine answered"),
+    PartDiedError("engine replica 0 died"),
+    WaitTimeoutError("waited 630 s for the engines to score"),
+]
 
 
 def kept(run: FakeRun) -> FakeCheckpoints:
@@ -168,6 +194,67 @@ class ReportedFullDisk(FakeCheckpoints):
 def test_a_save_that_is_only_reported_as_failed_makes_the_stop_a_failure() -> None:
     run = fake_run(SCHEDULE).but(check_interrupted=AskedAt(4, StopRequested("SIGTERM")))
     run_until_it_ends(run.but(checkpoints=ReportedFullDisk(run.order)), CheckpointError)
+
+
+@pytest.mark.parametrize("error", UNPUBLISHED)
+def test_a_step_whose_weights_reach_no_engine_is_saved_as_complete_and_nothing_comes_after(
+    error: Exception,
+) -> None:
+    run = fake_run(SCHEDULE)
+    run = run.but(refit=FailingRefit(run, 2, error))  # step 1 trains the critic only, so of step 3
+    run_until_it_ends(run, type(error), validation_period=1)
+    assert run.events[-3:] == ["critic_update", "policy_update", "save"]
+    assert (kept(run).published, len(run.telemetry.rows)) == ([3], 3)
+    assert run.telemetry.running == set()
+
+
+@pytest.mark.parametrize(
+    "error", [WeightMismatchError("log-probs differ by nan nats"), RankZeroFailedError("rank 0 failed")]
+)
+def test_weights_that_may_be_wrong_are_not_saved_and_nothing_is_that_rank_zero_cannot_save(
+    error: Exception,
+) -> None:
+    run = fake_run(SCHEDULE)
+    run = run.but(refit=FailingRefit(run, 2, error))
+    run_until_it_ends(run, type(error))
+    assert "save" not in run.events
+
+
+def test_weights_that_an_engine_in_the_wait_for_groups_does_not_get_end_the_run_with_the_step_before() -> (
+    None
+):
+    run = fake_run(SCHEDULE)
+    run = run.but(groups=FailingGroups(run, ("take", 3), UNPUBLISHED[0]))
+    run_until_it_ends(run, RefitError)
+    assert (kept(run).published, len(run.telemetry.rows)) == ([3], 3)
+
+
+def test_the_policy_leaves_the_device_with_all_ranks_before_a_step_without_publication_is_saved(
+    tmp_path: Path,
+) -> None:
+    device = Device()
+    run = on_device(device, lambda wrap: fake_run(SCHEDULE, folder=tmp_path, wrap_store=wrap))
+    run_until_it_ends(run.but(refit=FailingRefit(run, 2, UNPUBLISHED[0])), RefitError)
+    assert device.notes[-6:] == [
+        "load policy: optimizer,parameters", "save policy", "offload policy: optimizer,parameters",
+        "load critic: optimizer,parameters", "save critic", "offload critic: optimizer,parameters",
+    ]  # fmt: skip
+    assert device.on == {} and device.left_alone == set()
+
+
+@pytest.mark.parametrize("version", [1, 2, 4])
+def test_a_run_whose_publication_failed_goes_on_exactly_where_it_was(tmp_path: Path, version: int) -> None:
+    settings = loop_settings(SCHEDULE, checkpoint_period=100)
+    whole, parted = WorkLog(), WorkLog()
+    train(settings, SCHEDULE, fake_run(SCHEDULE, folder=tmp_path / "whole", work=whole).parts)
+    first = fake_run(SCHEDULE, folder=tmp_path / "parted", work=parted)
+    with pytest.raises(RefitError):
+        train(settings, SCHEDULE, first.but(refit=FailingRefit(first, version, UNPUBLISHED[0])).parts)
+    done = version + 1
+    second = fake_run(SCHEDULE, first_step=done, folder=tmp_path / "parted", work=parted)
+    assert train(settings, SCHEDULE, second.parts) == STEPS
+    assert second.order.events[0] == ("push", version), "the version that reached nobody comes first"
+    assert parted.steps == whole.steps
 
 
 @pytest.mark.parametrize("number", [2, 3, 5, 6, 9])
