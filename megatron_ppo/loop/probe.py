@@ -1,7 +1,8 @@
 """The same-version probe: after each publish, engine and learner score the same tokens with the same weights.
 
 Everything that can go silently wrong between the two (a tensor that did not arrive, a stale tied head, a stale
-cache, another rope) shows up here as a difference of log-probs, without any staleness mixed in.
+cache, another rope) shows up here as a difference of log-probs, without any staleness mixed in. Two that never move
+would agree as well, so it also says how far the engine's answers have moved since the version before.
 """
 
 from __future__ import annotations
@@ -72,9 +73,14 @@ class ProbedRefit:
         self._deadline_s = deadline_s
         self._on_rank_zero = on_rank_zero
         self._sequences: list[list[int]] | None = None
+        self._version: int | None = None
+        self._latest: Mapping[int, list[list[float]]] = {}
+        self._before: Mapping[int, list[list[float]]] = {}
 
     def push(self, *, version: int) -> Metrics:
-        """Publish, then compare. Adds `probe/max_abs_logprob_diff_nats`. Raises: RefitError, WeightMismatchError."""
+        """Publish, then compare. Adds `probe/max_abs_logprob_diff_nats`, and from the second version on
+        `probe/max_abs_logprob_change_nats`. Raises: RefitError, WeightMismatchError.
+        """
         metrics = dict(self._refit.push(version=version))
         probe = self._on_rank_zero(f"same-version probe of version {version}", self._score)
         _check_complete(probe, version)
@@ -94,7 +100,23 @@ class ProbedRefit:
                     )
                 worst = max(worst, difference)
         metrics["probe/max_abs_logprob_diff_nats"] = worst
+        self._remember(version, probe.by_replica)
+        if self._before:
+            metrics["probe/max_abs_logprob_change_nats"] = min(
+                _largest_difference(rows, self._before_of(replica))
+                for replica, rows in probe.by_replica.items()
+            )
         return metrics
+
+    def _remember(self, version: int, by_replica: Mapping[int, list[list[float]]]) -> None:
+        """Keep the answers to this version, and those to the one before; a version may be published repeatedly."""
+        if version != self._version:
+            self._version, self._before = version, self._latest
+        self._latest = by_replica
+
+    def _before_of(self, replica: int) -> list[list[float]]:
+        """A replica that did not serve then is compared with one that did: all had the same weights."""
+        return self._before.get(replica) or next(iter(self._before.values()))
 
     def _score(self) -> Probe:
         assert self._engines is not None, "only rank 0 asks the engines"
@@ -102,6 +124,15 @@ class ProbedRefit:
             self._sequences = self._make_sequences()
         by_replica = self._engines.score(self._sequences, deadline_s=self._deadline_s)
         return Probe(sequences=self._sequences, by_replica=by_replica)
+
+
+def _largest_difference(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
+    """Nats, over every token of every sequence."""
+    return max(
+        abs(now - then)
+        for row, row_then in zip(one, other, strict=True)
+        for now, then in zip(row, row_then, strict=True)
+    )
 
 
 def sequences_of_run(

@@ -123,6 +123,13 @@ def test_engine_and_learner_agree_after_every_publish(job: Launched) -> None:
     assert max(differences) > 0
 
 
+def test_every_update_changes_the_answers_of_the_engine(job: Launched) -> None:
+    changes = [row.get("probe/max_abs_logprob_change_nats") for row in job.rows() if row["step"] > 1]
+    # Beyond ten times what engine and learner may differ by, so these are the new weights and no rounding.
+    assert len(changes) == STEPS - 1
+    assert min(changes) > 1e-3, changes
+
+
 def test_a_finished_run_is_left_alone_and_the_gates_can_be_checked_again(job: Launched) -> None:
     import subprocess
     import sys

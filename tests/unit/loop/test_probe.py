@@ -102,6 +102,45 @@ def test_engines_that_agree_pass_with_a_difference_of_zero() -> None:
     }
 
 
+CHANGE = "probe/max_abs_logprob_change_nats"
+
+
+def test_the_change_of_the_engines_answers_is_that_since_the_version_before() -> None:
+    refit = World().probed()
+    assert CHANGE not in refit.push(version=0)
+    # Exact: every log-prob moves by 1/64 nat per version.
+    assert [refit.push(version=version)[CHANGE] for version in (1, 3, 4)] == [1 / 64, 2 / 64, 1 / 64]
+
+
+def test_a_publication_that_is_repeated_is_compared_with_the_version_before() -> None:
+    refit = World().probed()
+    refit.push(version=0)
+    assert [refit.push(version=1)[CHANGE] for _ in range(3)] == [1 / 64] * 3
+    assert refit.push(version=2)[CHANGE] == 1 / 64
+
+
+def test_an_engine_that_keeps_its_answers_shows_as_a_change_of_zero() -> None:
+    def keep_the_first(answer: dict[int, list[list[float]]]) -> None:
+        answer[1] = [
+            [logprob_of(token, position, version=0) for position, token in enumerate(s) if position]
+            for s in SEQUENCES
+        ]
+
+    # Replica 0 moves; what counts is the one that moves least.
+    refit = World(spoil=keep_the_first).probed(tolerance_nats=None)
+    assert [refit.push(version=version).get(CHANGE) for version in (0, 1, 2)] == [None, 0.0, 0.0]
+
+
+def test_a_replica_that_was_away_is_compared_with_one_that_served() -> None:
+    world = World()
+    refit = world.probed()
+    refit.push(version=0)
+    world.spoil = lambda answer: answer.pop(1)
+    assert refit.push(version=1)[CHANGE] == 1 / 64
+    world.spoil = lambda answer: None
+    assert refit.push(version=2)[CHANGE] == 1 / 64
+
+
 def test_sequences_are_made_once_after_the_first_publish_and_scored_after_each() -> None:
     world = World()
     refit = world.probed()
