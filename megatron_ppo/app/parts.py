@@ -38,6 +38,7 @@ from megatron_ppo.protocol.trajectory import SamplingSettings
 from megatron_ppo.ray_actors.rank0 import RankZero, RayGroupSource
 from megatron_ppo.refit.agreement import agreement_over
 from megatron_ppo.refit.recovery import RecoveringRefit, RecoveringValidator, sharing_deaths
+from megatron_ppo.rewards.build import GuardedScorer
 from megatron_ppo.rewards.process_pool import IsolatedScorer
 from megatron_ppo.telemetry.display import ProgressDisplay
 from megatron_ppo.telemetry.heartbeat import StageClock
@@ -238,7 +239,7 @@ class PartsBuilder:
             self.stack.callback(isolated.close)
             scorer: Scorer = isolated
         else:
-            scorer = resolve(target)(**kwargs)
+            scorer = GuardedScorer(resolve(target)(**kwargs))
         return EngineValidator(
             engines=actors.engines if actors else None,
             prompts=task.validation_prompts(limit=config.validation.max_samples),

@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron_ppo.protocol.errors import NonFiniteError, ScoringError, WaitTimeoutError
+from megatron_ppo.protocol.errors import NonFiniteError, WaitTimeoutError
 from megatron_ppo.protocol.ports import Scorer
 from megatron_ppo.protocol.trajectory import Completion, Prompt
-from megatron_ppo.rewards.build import build_scorer
+from megatron_ppo.rewards.build import GuardedScorer, build_scorer
 from megatron_ppo.rewards.process_pool import ScorerPool
 
 
@@ -81,7 +81,7 @@ class ThreadScoring:
     """
 
     def __init__(self, scorer: Scorer, *, threads: int, deadline_s: float) -> None:
-        self._scorer = scorer
+        self._scorer = GuardedScorer(scorer)
         self._deadline_s = deadline_s
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="scorer")
 
@@ -103,12 +103,7 @@ class ThreadScoring:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _score_all(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-        try:
-            return [float(self._scorer(prompt, completion.token_ids)) for completion in completions]
-        except Exception as error:  # whatever the function raises; the collector counts it
-            raise ScoringError(
-                f"scoring of prompt ordinal {prompt.ordinal} raised {type(error).__name__}: {error}"
-            ) from error
+        return [self._scorer(prompt, completion.token_ids) for completion in completions]
 
 
 class ProcessScoring:

@@ -19,7 +19,7 @@ import torch
 from megatron_ppo.data.batch import TrainBatch
 from megatron_ppo.loop.ports import Metrics, Policy, Refit
 from megatron_ppo.loop.validation import OnRankZero
-from megatron_ppo.protocol.errors import RefitError, WeightMismatchError
+from megatron_ppo.protocol.errors import GenerationError, RefitError, WeightMismatchError
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +36,15 @@ class SequenceScorer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """The scored sequences, and per replica and sequence the engine's log-probs of every token after the first."""
+    """The scored sequences, and per replica and sequence the engine's log-probs of every token after the first.
+
+    Attributes:
+        failure: why the engines gave no answer; there are no log-probs then.
+    """
 
     sequences: list[list[int]]
     by_replica: Mapping[int, list[list[float]]]
+    failure: str | None = None
 
 
 class ProbedRefit:
@@ -83,6 +88,8 @@ class ProbedRefit:
         """
         metrics = dict(self._refit.push(version=version))
         probe = self._on_rank_zero(f"same-version probe of version {version}", self._score)
+        if probe.failure is not None:  # on every rank, which may publish again together
+            raise RefitError(f"same-version probe of version {version}: no answer: {probe.failure}")
         _check_complete(probe, version)
         batch = _probe_batch(probe.sequences, self._pad_token_id)
         learner_BT = self._policy.logprobs(batch, temperature=1.0)
@@ -120,9 +127,12 @@ class ProbedRefit:
 
     def _score(self) -> Probe:
         assert self._engines is not None, "only rank 0 asks the engines"
-        if self._sequences is None:
-            self._sequences = self._make_sequences()
-        by_replica = self._engines.score(self._sequences, deadline_s=self._deadline_s)
+        try:
+            if self._sequences is None:
+                self._sequences = self._make_sequences()
+            by_replica = self._engines.score(self._sequences, deadline_s=self._deadline_s)
+        except GenerationError as error:
+            return Probe(sequences=[], by_replica={}, failure=str(error))
         return Probe(sequences=self._sequences, by_replica=by_replica)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_ppo.data.batch import TrainBatch
 from megatron_ppo.loop.probe import Probe, ProbedRefit, sequences_of_run
-from megatron_ppo.protocol.errors import RefitError
+from megatron_ppo.protocol.errors import GenerationError, RefitError
 from megatron_ppo.testing.fakes import require
 
 SEQUENCES = [[1, 4, 7, 2], [1, 9], [1, 3, 3, 3, 3]]
@@ -214,6 +214,35 @@ def test_an_answer_with_gaps_does_not_pass(
 def test_nothing_to_compare_is_an_error(sequences: list[list[int]]) -> None:
     with pytest.raises(RefitError, match="compares nothing"):
         World().probed(make_sequences=lambda: sequences).push(version=1)
+
+
+@pytest.mark.parametrize("failing", ["score", "make_sequences"])
+def test_engines_that_give_no_answer_are_a_failed_publication_on_every_rank(failing: str) -> None:
+    """Which is tried again, over a fresh group, and at last ends a run that is saved."""
+    world = World()
+
+    def fail(*_: object, **__: object) -> list[list[int]]:
+        raise GenerationError("engine replica 1: 2 of 3 requests unfinished after 600.0 s")
+
+    before = getattr(world, failing)
+    setattr(world, failing, fail)
+    heard: list[Probe] = []
+
+    def rank_zero(what: str, function: Callable[[], Probe]) -> Probe:
+        heard.append(function())
+        return heard[-1]
+
+    message = r"probe of version 4: no answer: engine replica 1: 2 of 3 requests unfinished"
+    refit = world.probed(on_rank_zero=rank_zero)
+    with pytest.raises(RefitError, match=message):
+        refit.push(version=4)
+    other = World().probed(engines=None, make_sequences=None, on_rank_zero=lambda what, function: heard[0])
+    with pytest.raises(RefitError, match=message):
+        other.push(version=4)
+
+    setattr(world, failing, before)
+    if failing == "score":  # the sequences are those that were made
+        assert refit.push(version=4)["probe/max_abs_logprob_diff_nats"] == 0.0
 
 
 def test_a_refit_that_fails_is_not_probed() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_ppo.loop.ports import Metrics
-from megatron_ppo.loop.validation import EngineValidator
-from megatron_ppo.protocol.errors import GroupMismatchError, NonFiniteError
+from megatron_ppo.loop.validation import FAILURES_LIMIT_S, EngineValidator
+from megatron_ppo.protocol.errors import GenerationError, GroupMismatchError, NonFiniteError, ScoringError
 from megatron_ppo.protocol.schedule import AsyncSchedule
 from megatron_ppo.protocol.trajectory import Completion, Prompt, SamplingSettings, logprob_array, token_array
 from megatron_ppo.testing.fakes import EOS_ID, FakePromptStream, FakeScorer, require, spans_of
@@ -79,6 +79,8 @@ def test_every_held_out_prompt_gets_one_response_with_the_validations_own_settin
         "validation/avg_length": 2.0,
         "validation/truncation_rate": 1 / 3,
         "validation/num_samples": 3.0,
+        "validation/failed_generations": 0.0,
+        "validation/failed_scores": 0.0,
     }
 
 
@@ -110,6 +112,77 @@ def test_a_reward_that_is_not_finite_is_an_error_with_the_prompts() -> None:
     ) as caught:
         validator(Engines(3), scorer=scorer).run(step=5)
     assert caught.value.ordinals == (14,)
+
+
+def test_a_response_that_cannot_be_scored_is_left_out_and_counted() -> None:
+    def reward_of(prompt: Prompt, response: Sequence[int]) -> float:
+        if prompt.ordinal == 14:
+            raise ScoringError("took more than 60.0 s; its process was killed")
+        return 0.5
+
+    metrics = validator(Engines(3), scorer=FakeScorer(reward_of)).run(step=5)
+    assert metrics["validation/accuracy"] == 0.5, "a failed score counts as a reward"
+    assert (metrics["validation/failed_scores"], metrics["validation/num_samples"]) == (1.0, 3.0)
+    assert metrics["validation/avg_length"] == 2.0
+
+
+def test_a_reward_function_that_always_hangs_is_given_up_and_measures_nothing() -> None:
+    now = [0.0]
+
+    def hang(prompt: Prompt, response: Sequence[int]) -> float:
+        now[0] += FAILURES_LIMIT_S / 2
+        raise ScoringError("took more than 60.0 s; its process was killed")
+
+    scorer = FakeScorer(hang)
+    metrics = validator(Engines(3), scorer=scorer, clock=lambda: now[0]).run(step=5)
+    assert scorer.num_calls == 2
+    assert "validation/accuracy" not in metrics
+    assert (metrics["validation/failed_scores"], metrics["validation/failed_generations"]) == (3.0, 0.0)
+
+
+class FailingEngines(Engines):
+    """Whose first `failures` calls fail, after `seconds` each."""
+
+    def __init__(self, *versions: int, failures: int, seconds: float = 1.0) -> None:
+        super().__init__(*versions)
+        self.failures = failures
+        self.seconds = seconds
+        self.now = 0.0
+        self.deadlines: list[float] = []
+
+    def generate_many(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        sampling: SamplingSettings,
+        seeds: Sequence[int],
+        deadline_s: float,
+    ) -> list[Completion]:
+        self.deadlines.append(deadline_s)
+        completions = super().generate_many(prompts, sampling=sampling, seeds=seeds, deadline_s=deadline_s)
+        if len(self.calls) > self.failures:
+            return completions
+        self.now += self.seconds
+        raise GenerationError("engine replica 0: 2 of 3 requests unfinished")
+
+
+def test_a_generation_that_failed_once_is_the_same_at_the_second_attempt() -> None:
+    engines = FailingEngines(3, failures=1)
+    metrics = validator(engines, clock=lambda: engines.now).run(step=5)
+    assert metrics["validation/accuracy"] == 2 / 3 and metrics["validation/failed_generations"] == 0.0
+    assert engines.calls[0] == engines.calls[1]
+    assert engines.deadlines == [30.0, 29.0], "both attempts share one deadline"
+
+
+@pytest.mark.parametrize(("seconds", "calls"), [(1.0, 2), (30.0, 1)])
+def test_a_generation_that_fails_for_good_leaves_the_validation_out(seconds: float, calls: int) -> None:
+    engines = FailingEngines(3, failures=9, seconds=seconds)
+    assert validator(engines, clock=lambda: engines.now).run(step=5) == {
+        "validation/num_samples": 0.0,
+        "validation/failed_generations": 3.0,
+        "validation/failed_scores": 0.0,
+    }
+    assert len(engines.calls) == calls
 
 
 def test_other_ranks_get_the_metrics_without_engines() -> None:

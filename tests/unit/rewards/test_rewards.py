@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megatron_ppo.data import char_tokenizer as chars
 from megatron_ppo.data.char_task import char_example
-from megatron_ppo.protocol.errors import ConfigError
+from megatron_ppo.protocol.errors import ConfigError, ScoringError
 from megatron_ppo.protocol.trajectory import Prompt, token_array
-from megatron_ppo.rewards.build import build_scorer
+from megatron_ppo.rewards.build import GuardedScorer, build_scorer
 from megatron_ppo.rewards.chunk_match import ChunkMatch
 from megatron_ppo.rewards.exact_match import ExactMatch
 from megatron_ppo.rewards.final_number import FinalNumber
@@ -173,3 +173,13 @@ def test_an_unknown_verifier_or_argument_is_refused() -> None:
         build_scorer("ExactMatch", {})
     with pytest.raises(ConfigError, match=r"does not accept \{'width': 3\}"):
         build_scorer("megatron_ppo.rewards.chunk_match.ChunkMatch", {"width": 3})
+
+
+def test_whatever_a_verifier_in_this_process_raises_is_a_scoring_error_with_the_ordinal() -> None:
+    def broken(prompt: Prompt, response: object) -> float:
+        raise KeyError("no such item")
+
+    prompt = Prompt(ordinal=7, token_ids=token_array([1]), text="1=", answer="1")
+    with pytest.raises(ScoringError, match=r"^scoring of prompt ordinal 7 raised KeyError: 'no such item'$"):
+        GuardedScorer(broken)(prompt, [1])
+    assert GuardedScorer(lambda prompt, response: 1)(prompt, [1]) == 1.0
