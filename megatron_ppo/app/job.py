@@ -274,12 +274,14 @@ class _Job:
         where = f"run.resume={self.directory.path}"
         again = f"the same command, or {where}," if self.config.run.resume == "auto" else f"adding {where}"
         try:
-            newest = CheckpointFolder(self.directory.checkpoints_dir).choose({}).newest
+            found = CheckpointFolder(self.directory.checkpoints_dir).choose({})
         except (CheckpointError, OSError) as error:
             return f"its checkpoints cannot be read: {error}"
-        if newest is None:
-            return f"it has no checkpoint yet: {again} starts over"
-        return f"{again} continues from step {newest.removeprefix('step_')}"
+        if found.newest is not None:
+            return f"{again} continues from step {found.newest.removeprefix('step_')}"
+        if found.torn:
+            return "its checkpoints are torn: run.resume=never starts a new run"
+        return f"it has no checkpoint yet: {again} starts over"
 
     def _report(self, error: Exception) -> None:
         """The cause, once: by rank 0, or by the rank that failed alone."""

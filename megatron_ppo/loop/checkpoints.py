@@ -156,7 +156,7 @@ class RunCheckpoints:
     def restore(self) -> int:
         """Continue from the newest complete checkpoint, if resuming and there is one.
 
-        Raises: CheckpointError if it is of another run, or if there is none and one is required.
+        Raises: CheckpointError if it is of another run, if there is none and one is required, or if all are torn.
         """
         newest = self._on_rank_zero("choice of checkpoint", self._newest_complete)
         if newest is None:
@@ -247,15 +247,16 @@ class RunCheckpoints:
         if not self._resume:
             return None
         choice = self._files.choose(self._identity)
-        for what in choice.torn:
-            logger.warning("skipping torn checkpoint %s", what)
-        for what in choice.told:
+        for what in (*(f"skipping torn checkpoint {torn}" for torn in choice.torn), *choice.told):
             logger.warning("%s", what)
             self._notify(f"warning: {what}")
-        if choice.newest is None and self._required:
+        if choice.newest is None and (self._required or choice.torn):
+            # A torn one was complete when it appeared: a start at step 0 would throw away trained steps.
             torn = f"; torn: {'; '.join(choice.torn)}" if choice.torn else ""
+            why = "run.resume names this run" if self._required else "this run is to be continued"
             raise CheckpointError(
-                f"run.resume names this run, but {self._files.path} holds no complete checkpoint{torn}"
+                f"{why}, but {self._files.path} holds no complete checkpoint{torn}; "
+                "run.resume=never starts a new run"
             )
         if choice.newest is not None:
             self._files.finish_killed_publication(choice.newest)

@@ -78,6 +78,8 @@ class Ledger:
         self._cut = state.cut
         self._trained_above_cut = set(state.trained)
         self._dropped = dict(state.dropped)
+        # Counted for itself: an ordinal that got lost below the cut would pass for a trained one.
+        self._num_trained = state.cut - sum(q < state.cut for q in state.dropped) + len(state.trained)
         final = self._trained_above_cut | self._dropped.keys()
         open_ordinals = [q for q in range(state.cut, state.next_ordinal) if q not in final]
         self._active = dict.fromkeys(open_ordinals, OrdinalStatus.PENDING)
@@ -163,6 +165,7 @@ class Ledger:
         self._require(ordinal, OrdinalStatus.READY)
         del self._active[ordinal]
         self._trained_above_cut.add(ordinal)
+        self._num_trained += 1
         self._highest_trained = max(ordinal, self._highest_trained or 0)
         self._advance_cut()
 
@@ -174,14 +177,13 @@ class Ledger:
         self._advance_cut()
 
     def counts(self) -> LedgerCounts:
-        """Ordinals per state. Trained ones are counted from what is kept, not by subtraction."""
+        """Ordinals per state, each counted for itself and none by subtraction."""
         states = list(self._active.values())
-        dropped_below_cut = sum(q < self._cut for q in self._dropped)
         return LedgerCounts(
             pending=states.count(OrdinalStatus.PENDING),
             reserved=states.count(OrdinalStatus.RESERVED),
             ready=states.count(OrdinalStatus.READY),
-            trained=self._cut - dropped_below_cut + len(self._trained_above_cut),
+            trained=self._num_trained,
             dropped=len(self._dropped),
         )
 

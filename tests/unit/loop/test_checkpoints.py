@@ -548,11 +548,14 @@ def test_a_torn_checkpoint_is_skipped_with_a_warning_and_replaced_later(
         save(tmp_path, step)
     damage(tmp_path / "step_4")
     models = CountingModels()
+    told: list[str] = []
     with caplog.at_level(logging.WARNING):
-        assert checkpoints(tmp_path, models=models).restore() == 2
+        assert checkpoints(tmp_path, models=models, notify=told.append).restore() == 2
     assert models.step == 2
-    assert "skipping torn checkpoint" in caplog.text and "step_4" in caplog.text
-    assert DAMAGES[damage] in caplog.text
+    for seen in (caplog.text, *told):  # the log file, and the terminal
+        assert "skipping torn checkpoint" in seen and "step_4" in seen
+        assert DAMAGES[damage] in seen
+    assert len(told) == 1
     with pytest.raises(CheckpointError, match="step_4 is not a complete checkpoint"):
         find_checkpoint(tmp_path / "step_4")
     assert find_checkpoint(tmp_path) == tmp_path / "step_2"
@@ -571,8 +574,24 @@ def test_torn_checkpoints_do_not_push_out_good_ones(tmp_path: Path) -> None:
     assert checkpoints(tmp_path).restore() == 4
 
 
+def test_a_run_whose_checkpoints_are_all_torn_is_not_started_over_in_silence(tmp_path: Path) -> None:
+    """`run.resume=auto` too: the folder holds trained steps, which would be overwritten."""
+    for step in (2, 3):
+        save(tmp_path, step)
+        lose_models(tmp_path / f"step_{step}")
+    told: list[str] = []
+    models, replay = CountingModels(), BufferSnapshots()
+    resuming = checkpoints(tmp_path, models=models, replay=replay, required=False, notify=told.append)
+    with pytest.raises(
+        CheckpointError, match=r"this run is to be continued, but.*step_3: .*step_2: .*run\.resume=never"
+    ):
+        resuming.restore()
+    assert len(told) == 2
+    assert (models.step, replay.restored, steps_in(tmp_path)) == (0, [], [2, 3])
+
+
 def test_a_run_that_was_named_to_be_continued_and_has_no_checkpoint_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"run\.resume names this run.*no complete checkpoint$"):
+    with pytest.raises(CheckpointError, match=r"run\.resume names this run.*no complete checkpoint; run"):
         checkpoints(tmp_path, required=True).restore()
     save(tmp_path, 2)
     lose_models(tmp_path / "step_2")

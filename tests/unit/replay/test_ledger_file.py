@@ -229,6 +229,50 @@ def test_a_history_that_differs_from_the_buffer_ends_the_step(tmp_path: Path) ->
         life.train(0)
 
 
+@pytest.mark.parametrize("lost", [2, 3], ids=["below all open ones", "above an open one"])
+def test_a_pending_prompt_that_gets_lost_ends_the_step(tmp_path: Path, lost: int) -> None:
+    """The history does not compare pending ones; the ledger's own sum has to."""
+    life = Life(tmp_path / "ledger.jsonl")
+    life.restore(None, 0)
+    life.fill(2)
+    for slot in life.buffer.reserve(2):  # ordinals 2 and 3
+        life.buffer.release(slot, reason="the engine died")
+    del life.buffer.ledger._active[lost]
+    with pytest.raises(
+        GroupMismatchError, match=r"out of balance: .*trained=2.* add up to 3, but 4 ordinals"
+    ):
+        life.train(0)
+
+
+def test_a_drop_beyond_the_restored_checkpoint_is_rolled_back_and_its_prompt_comes_again(
+    tmp_path: Path,
+) -> None:
+    """What the checkpoint has open, in one case not even handed out, is dropped in the file."""
+    path = tmp_path / "ledger.jsonl"
+    first = Life(path)
+    first.restore(None, 0)
+    first.fill(2)
+    in_flight = first.buffer.reserve(1)
+    snapshot = first.train(0)
+    first.buffer.drop(in_flight[0], reason="failed 3 times")
+    (_, fresh) = first.buffer.reserve(2)
+    first.buffer.drop(fresh, reason="failed 4 times")
+    assert (in_flight[0].ordinal, fresh.ordinal) == (2, 4)
+    first.journal.flush()
+    assert read_history(path).ordinals(Stage.DROPPED) == [2, 4]
+    first.kill()
+
+    second = Life(path)
+    second.restore(snapshot, 1)
+    assert _stages(path, 2)[-2:] == [(1, "dropped"), (2, "rolled_back")]
+    assert _stages(path, 4)[-2:] == [(1, "dropped"), (2, "rolled_back")]
+    assert [slot.ordinal for slot in second.fill(4)] == [2, 3, 4, 5]
+    second.train(1)
+    second.train(2)
+    assert read_history(path).ordinals(Stage.TRAINED) == [0, 1, 2, 3, 4, 5]
+    assert read_history(path).ordinals(Stage.DROPPED) == []
+
+
 def test_impossible_moves_are_refused() -> None:
     history = LedgerHistory()
     history.apply(Move(ordinal=3, stage=Stage.DISPATCHED))
