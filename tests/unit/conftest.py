@@ -63,8 +63,8 @@ def _compose_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_waits_for_the_disk() -> Iterator[None]:
-    """A third of the time of a save is the disk's latency. No test here could tell what reached the disk from what did
-    not: those of torn files cut them by themselves.
+    """A third of the time of a save is the disk's latency. Tests of torn files cut them by themselves; those of what is
+    flushed, and when, record it (`disk_events`).
     """
 
     def fsync(descriptor: int) -> None:

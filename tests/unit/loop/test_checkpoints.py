@@ -32,6 +32,7 @@ from megatron_ppo.protocol.schedule import AsyncSchedule
 from megatron_ppo.replay.buffer import PromptGroupBuffer
 from megatron_ppo.replay.state import BufferState, from_json, to_json
 from megatron_ppo.testing.fakes import make_group
+from tests.unit.disk_events import Flushed, Renamed, record_disk_events, what_is_in
 from tests.unit.loop.fake_run import WorkLog, fake_run, loop_settings, on_rank_zero
 from tests.unit.loop.killed_save import FILE_OPERATIONS, Killed
 
@@ -295,6 +296,30 @@ def test_a_kill_at_any_file_operation_of_a_save_leaves_complete_checkpoints_only
         index += 1
     assert seen == {(2, 4), (2, 4, 6), (4, 6)}
     assert index > 20, "the save has more file operations than that; the kills did not happen"
+
+
+def test_a_checkpoint_is_on_the_disk_before_its_name_and_its_name_before_the_old_one_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a loss of power at any moment leaves is a whole checkpoint, the old one or the new one."""
+    save(tmp_path, 2, keep=1)
+    events = record_disk_events(monkeypatch)
+    save(tmp_path, 3, keep=1)
+    temporary, final = tmp_path / "tmp_step_3", tmp_path / "step_3"
+    renames = [event for event in events if isinstance(event, Renamed)]
+    assert renames == [
+        Renamed(old=temporary, new=final),
+        Renamed(old=tmp_path / f"{LATEST_FILE}.tmp", new=tmp_path / LATEST_FILE),
+        Renamed(old=tmp_path / "step_2", new=tmp_path / "old_step_2"),
+    ]
+    appears, latest, goes = (events.index(rename) for rename in renames)
+    # As they are now: nothing was written after it was flushed.
+    for path in (final, *final.rglob("*")):
+        flushed = Flushed(path=temporary / path.relative_to(final), held=what_is_in(path))
+        assert flushed in events[:appears], path
+    assert Flushed(path=renames[1].old, held=b"step_3") in events[:latest]
+    names = frozenset({LATEST_FILE, "step_2", "step_3"})
+    assert Flushed(path=tmp_path, held=names) in events[latest:goes]
 
 
 def test_a_save_whose_models_fail_publishes_nothing_and_leaves_nothing(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from megatron_ppo.replay.history import LedgerHistory, read_entries, read_histor
 from megatron_ppo.replay.journal import LedgerFile
 from megatron_ppo.replay.service import ReplayService
 from megatron_ppo.testing.fakes import make_group
+from tests.unit.disk_events import Flushed, record_disk_events
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "ledger.py"
 SCHEDULE = AsyncSchedule(max_num_steps=10, max_trajectory_age_steps=1)
@@ -94,6 +95,22 @@ def test_a_prompt_moves_through_every_stage_and_each_has_its_line(tmp_path: Path
     ]
     trained = [e.move for e in read_entries(tmp_path / "ledger.jsonl", ordinal=1) if e.move is not None][-1]
     assert (trained.step, trained.target_step, trained.min_version, trained.max_version) == (0, 0, 0, 0)
+
+
+def test_the_ledger_is_on_the_disk_before_the_snapshot_that_relies_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Moves are cheap to lose, except those that a checkpoint is written from."""
+    path = tmp_path / "ledger.jsonl"
+    life = Life(path)
+    life.restore(None, 0)
+    life.fill(2)
+    events = record_disk_events(monkeypatch)
+    asyncio.run(life.service.take(target_step=0, timeout_s=0.0))
+    assert events == []
+    asyncio.run(life.service.snapshot())
+    assert events == [Flushed(path=path, held=path.read_bytes())]
+    assert read_history(path).ordinals(Stage.TRAINED) == [0, 1]
 
 
 def test_a_training_beyond_the_restored_checkpoint_is_rolled_back(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from megatron_ppo.telemetry.run_dir import (
     open_run,
     write_json_atomically,
 )
+from tests.unit.disk_events import Flushed, Renamed, record_disk_events
 
 CONFIG: dict[str, object] = {
     "run": {"name": "sort", "seed": 42, "dir": "outputs/sort", "resume": "auto"},
@@ -261,9 +262,12 @@ def test_an_interrupted_creation_leaves_nothing_that_looks_like_a_run(tmp_path: 
     assert list((tmp_path / "x").iterdir()) == []
 
 
-def test_json_files_are_replaced_whole(tmp_path: Path) -> None:
+def test_json_files_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "status.json"
+    events = record_disk_events(monkeypatch)
     write_json_atomically(path, {"step": 1})
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    assert events == [Flushed(path=draft, held=path.read_bytes()), Renamed(old=draft, new=path)]
     with pytest.raises(TypeError):
         write_json_atomically(path, {"step": object()})
     assert json.loads(path.read_text()) == {"step": 1}
