@@ -19,7 +19,7 @@ from pydantic import JsonValue
 from megatron_ppo.config.batching import token_budgets
 from megatron_ppo.config.derived import Derived, ModelFacts, ParallelSizes, TokenBudgets
 from megatron_ppo.config.fault_checks import fault_problems
-from megatron_ppo.config.layout import layout, padding_advice
+from megatron_ppo.config.layout import engine_problems, layout, padding_advice
 from megatron_ppo.config.messages import config_error
 from megatron_ppo.config.model_sections import ModelSource, ParallelismSection, TrainedModelSection
 from megatron_ppo.config.schema import RunConfig
@@ -103,6 +103,8 @@ def derive(
     if config.critic.model != ModelSource():
         critic_model = findings.attempt(lambda: facts_of(config.critic.model, key="critic.model"))
     findings.lines.extend(_length_problems(config, policy_model, critic_model))
+    if policy_model is not None:
+        findings.lines.extend(engine_problems(config.inference.tensor_parallel_size, policy_model))
     for key, section, model in (
         ("policy", config.policy, policy_model),
         ("critic", config.critic, critic_model),

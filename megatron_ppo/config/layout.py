@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from megatron_ppo.config.derived import ModelFacts, ParallelSizes
 from megatron_ppo.config.model_sections import ParallelismSection
 
+_ENGINE_VOCABULARY_MULTIPLE = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE
+
 
 def layout(
     section: ParallelismSection, *, key: str, world_size: int, model: ModelFacts | None
@@ -65,6 +67,24 @@ def padding_advice(key: str, sizes: ParallelSizes, model: ModelFacts) -> str | N
         f"zeros fill them up to {padded}, which changes no result and makes attention "
         f"{padded / model.num_kv_heads:.2f} times as large"
     )
+
+
+def engine_problems(tensor: int, model: ModelFacts) -> Iterator[str]:
+    """Why vLLM could not cut the model over `tensor` ranks of an engine; the trainer's padding is not known to it.
+
+    Key/value heads may also be fewer than the ranks: vLLM then gives several ranks the same one.
+    """
+    key = f"inference.tensor_parallel_size: got {tensor}; must divide the model's"
+    vocabulary = -(-model.vocab_size // _ENGINE_VOCABULARY_MULTIPLE) * _ENGINE_VOCABULARY_MULTIPLE
+    for name, count in (
+        ("number of heads", model.num_heads),
+        *_mlp_widths(model),
+        (f"vocabulary, filled up to a multiple of {_ENGINE_VOCABULARY_MULTIPLE},", vocabulary),
+    ):
+        if count % tensor:
+            yield f"{key} {name} {count}"
+    if model.num_kv_heads % tensor and tensor % model.num_kv_heads:
+        yield f"{key} number of KV heads {model.num_kv_heads}, or be a multiple of it"
 
 
 def _largest_tensor_size(section: ParallelismSection, world_size: int, model: ModelFacts | None) -> int:

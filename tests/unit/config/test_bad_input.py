@@ -280,6 +280,20 @@ BAD_LAYOUTS: list[tuple[dict[str, Any], int, list[str]]] = [
         ["algorithm.train_global_batch_size", "got 1", "critic's data-parallel size 2"],
     ),
     ({"cluster.world_size": 4}, 2, ["cluster.world_size", "got 4", "2"]),
+    (
+        {"inference.tensor_parallel_size": 3},
+        1,
+        [
+            "inference.tensor_parallel_size: got 3; must divide the model's number of heads 2",
+            "number of KV heads 2, or be a multiple of it",
+            "vocabulary, filled up to a multiple of 64, 64",
+        ],
+    ),
+    (
+        {"inference.tensor_parallel_size": 2, "policy.model.recipe.ffn_hidden_size": 191},
+        1,
+        ["inference.tensor_parallel_size: got 2; must divide the model's MLP width 191"],
+    ),
 ]
 
 
@@ -291,6 +305,19 @@ def test_layout_that_does_not_fit_is_refused(
 ) -> None:
     message = refusal(changes, ranks)
     assert [fragment for fragment in fragments if fragment not in message] == []
+
+
+def test_an_engine_that_cannot_share_out_the_heads_of_smollm2_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"inference\.tensor_parallel_size: got 2; .*number of heads 9"):
+        derive(changed({"inference.tensor_parallel_size": 2}, name="smollm2_135m_chain_sum"), 1)
+
+
+@pytest.mark.parametrize(("kv_heads", "tensor"), [(4, 2), (2, 4), (1, 4)])
+def test_an_engine_may_give_several_ranks_the_same_kv_head(
+    tmp_path: Path, kv_heads: int, tensor: int
+) -> None:
+    folder = _folder(tmp_path / "m", num_key_value_heads=kv_heads)
+    derive(changed({**_use(folder), "inference.tensor_parallel_size": tensor}), 1)
 
 
 @pytest.mark.parametrize("value", ["", "two", "0", "-2"])
