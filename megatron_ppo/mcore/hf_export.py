@@ -1,7 +1,8 @@
-"""Writes a model as a Hugging Face folder that transformers and vLLM load, shard by shard.
+"""Writes a model as a Hugging Face folder that transformers and vLLM load, tensor by tensor.
 
-Driven by `app.export`. The weights arrive one tensor at a time; the writing rank holds one file's worth of them and no
-rank holds the whole model besides its shards of it. The folder appears under its name only when it is complete.
+Driven by `app.export`. The weights arrive one tensor at a time and go to their file at once: a safetensors file begins
+with what is in it, and that is known before the first one is there. So no rank holds more than one tensor besides its
+shards of the model. The folder appears under its name only when it is complete.
 """
 
 from __future__ import annotations
@@ -12,11 +13,9 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_ppo.mcore.hf_preflight import INDEX, SINGLE
@@ -24,6 +23,9 @@ from megatron_ppo.protocol.errors import ConfigError
 from megatron_ppo.protocol.weights import TensorMeta
 
 logger = logging.getLogger(__name__)
+
+_FORMATS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_HEADER_ALIGNMENT = 8
 
 # What a folder holds besides weights and config.json; whichever of them the initial model has are copied.
 COMPANIONS = (
@@ -66,11 +68,11 @@ def plan_files(metadata: Sequence[TensorMeta], max_file_bytes: int) -> dict[str,
     files: list[list[TensorMeta]] = [[]]
     size = 0
     for meta in metadata:
-        if files[-1] and size + _bytes(meta) > max_file_bytes:
+        if files[-1] and size + meta.num_bytes > max_file_bytes:
             files.append([])
             size = 0
         files[-1].append(meta)
-        size += _bytes(meta)
+        size += meta.num_bytes
     if len(files) == 1:
         return {SINGLE: files[0]}
     return {f"model-{i:05d}-of-{len(files):05d}.safetensors": part for i, part in enumerate(files, start=1)}
@@ -87,19 +89,36 @@ def write_weights(
     arriving = iter(tensors)
     files = plan_files(metadata, max_file_bytes)
     for name, part in files.items():
-        content = {meta.name: _checked(meta, next(arriving)) for meta in part}
-        save_file(content, folder / name, metadata={"format": "pt"})
-        # safetensors makes files that only their owner may read; a server often runs as someone else.
-        shutil.copymode(folder / "config.json", folder / name)
+        _write_file(folder / name, part, arriving)
         logger.info("wrote %s, %d tensors", name, len(part))
     if next(arriving, None) is not None:
         raise AssertionError("more tensors than metadata")
     if len(files) > 1:
         index = {
-            "metadata": {"total_size": sum(map(_bytes, metadata))},
+            "metadata": {"total_size": sum(meta.num_bytes for meta in metadata)},
             "weight_map": {meta.name: name for name, part in files.items() for meta in part},
         }
         _write_json(folder / INDEX, index)
+
+
+def _write_file(path: Path, part: Sequence[TensorMeta], arriving: Iterator[Tensor]) -> None:
+    """One safetensors file: the header's length in 8 bytes, little endian; the header, JSON; the tensors, in order."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for meta in part:
+        start, end = end, end + meta.num_bytes
+        header[meta.name] = {
+            "dtype": _FORMATS[meta.dtype],
+            "shape": list(meta.shape),
+            "data_offsets": [start, end],
+        }
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % _HEADER_ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        for meta in part:
+            # Not bound to a name here: it is gone before the next one is gathered.
+            file.write(_bytes_of(meta, next(arriving)))
 
 
 def write_companions(folder: Path, base: Path, *, value_head: bool, dtype: torch.dtype) -> None:
@@ -128,15 +147,13 @@ def exported_config(raw: Mapping[str, object], *, value_head: bool, dtype: torch
     return config
 
 
-def _checked(meta: TensorMeta, tensor: Tensor) -> Tensor:
-    if tuple(tensor.shape) != tuple(meta.shape):
-        raise AssertionError(f"{meta.name} has shape {tuple(tensor.shape)}, expected {tuple(meta.shape)}")
-    return tensor.detach().to("cpu").contiguous()
-
-
-def _bytes(meta: TensorMeta) -> int:
-    dtype: torch.dtype = getattr(torch, meta.dtype)
-    return prod(meta.shape) * dtype.itemsize
+def _bytes_of(meta: TensorMeta, tensor: Tensor) -> memoryview:
+    if tuple(tensor.shape) != tuple(meta.shape) or tensor.dtype != getattr(torch, meta.dtype):
+        raise AssertionError(
+            f"{meta.name} has shape {tuple(tensor.shape)} and {tensor.dtype}, expected {tuple(meta.shape)} and "
+            f"{meta.dtype}"
+        )
+    return memoryview(tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def _write_json(path: Path, value: object) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -178,24 +178,79 @@ def _ignorable(name: str, model: HFModelConfig) -> bool:
 
 
 def check_vocabulary(folder: Path, vocab_size: int) -> None:
-    """Every id of the folder's tokenizer.json must have a row in the embedding.
+    """Every id of the folder's tokenizer must have a row in the embedding.
 
-    Raises: ConfigError with the largest id. A folder without tokenizer.json passes: tokenizers of other formats say
-        their size only when they are loaded.
+    Read from tokenizer.json, or where that is absent from the older formats' files: vocab.json, tokenizer.model
+    (SentencePiece or tiktoken) and the ids added to either. A folder without any of them passes; the run then finds no tokenizer.
+
+    Raises: ConfigError with the largest id, or for a file that cannot be read.
     """
-    path = folder / "tokenizer.json"
-    if not path.is_file():
+    readers = _VOCABULARIES if not (folder / _TOKENIZER).is_file() else {_TOKENIZER: _tokenizer_ids}
+    for name, ids_of in readers.items():
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            largest = max(map(int, ids_of(path.read_bytes())), default=0)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ConfigError(f"{path} cannot be read as a tokenizer: {error!r}") from error
+        if largest >= vocab_size:
+            raise ConfigError(
+                f"{path} has the token id {largest}; the model's vocabulary in {folder / 'config.json'} has "
+                f"vocab_size={vocab_size}, so ids must be <= {vocab_size - 1}"
+            )
+
+
+def _tokenizer_ids(raw: bytes) -> Iterator[int]:
+    content = json.loads(raw)
+    vocabulary = content["model"].get("vocab", {})
+    yield from vocabulary.values() if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
+    yield from (token["id"] for token in content.get("added_tokens", []))
+
+
+def _ids_by_token(raw: bytes) -> Iterator[int]:
+    yield from json.loads(raw).values()
+
+
+def _configured_ids(raw: bytes) -> Iterator[int]:
+    yield from map(int, json.loads(raw).get("added_tokens_decoder", {}))
+
+
+def _model_ids(raw: bytes) -> Iterator[int]:
+    """SentencePiece: one id per piece, the messages in field 1 of a protocol buffer (sentencepiece_model.proto).
+    tiktoken uses the same name for lines of text, each a token and its id.
+    """
+    if not raw.startswith(_FIRST_PIECE):
+        yield from (int(line.split()[1]) for line in raw.splitlines())
         return
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        vocabulary = content["model"].get("vocab", {})
-        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
-        ids += [token["id"] for token in content.get("added_tokens", [])]
-        largest = max(map(int, ids), default=0)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} cannot be read as a tokenizer: {error!r}") from error
-    if largest >= vocab_size:
-        raise ConfigError(
-            f"{path} has the token id {largest}; the model's vocabulary in {folder / 'config.json'} has "
-            f"vocab_size={vocab_size}, so ids must be <= {vocab_size - 1}"
-        )
+    position, pieces = 0, 0
+    while position < len(raw):
+        tag, position = _varint(raw, position)
+        if tag & 7 != _LENGTH_DELIMITED:
+            raise ValueError(f"byte {position} begins no message of a SentencePiece model")
+        length, position = _varint(raw, position)
+        position += length
+        pieces += tag >> 3 == 1
+    if position > len(raw) or not pieces:
+        raise ValueError(f"{pieces} pieces, and {position} bytes instead of {len(raw)}")
+    yield pieces - 1
+
+
+def _varint(raw: bytes, position: int) -> tuple[int, int]:
+    """A protocol buffer's number that begins at `position`, and the position after it."""
+    value = shift = 0
+    while True:
+        byte = raw[position]
+        value |= (byte & 127) << shift
+        position, shift = position + 1, shift + 7
+        if byte < 128:
+            return value, position
+
+
+_TOKENIZER, _LENGTH_DELIMITED, _FIRST_PIECE = "tokenizer.json", 2, b"\x0a"
+_VOCABULARIES: dict[str, Callable[[bytes], Iterator[int]]] = {
+    "vocab.json": _ids_by_token,
+    "tokenizer.model": _model_ids,
+    "added_tokens.json": _ids_by_token,
+    "tokenizer_config.json": _configured_ids,
+}

@@ -217,6 +217,45 @@ def test_a_tokenizer_that_fits_or_is_of_another_format_passes(tmp_path: Path) ->
     check_model_folder(tmp_path)
 
 
+def sentencepiece(pieces: int) -> bytes:
+    """As sentencepiece writes it: a message per piece with text and score, then the trainer's settings."""
+    piece = b"\x0a\x01a" + b"\x15\x00\x00\x80\xbf"
+    return (b"\x0a" + bytes([len(piece)]) + piece) * pieces + b"\x12\xac\x02" + bytes(300)
+
+
+@pytest.mark.parametrize(
+    ("name", "largest_of"),
+    [
+        ("vocab.json", lambda largest: json.dumps({"a": 0, "b": largest}).encode()),
+        ("added_tokens.json", lambda largest: json.dumps({"<x>": largest}).encode()),
+        (
+            "tokenizer_config.json",
+            lambda largest: json.dumps({"added_tokens_decoder": {largest: {"content": "<x>"}}}).encode(),
+        ),
+        ("tokenizer.model", lambda largest: sentencepiece(largest + 1)),
+        ("tokenizer.model", lambda largest: b"IQ== 0\nIg== %d\n" % largest),
+    ],
+)
+def test_a_vocabulary_of_an_older_format_is_compared_as_well(
+    tmp_path: Path, name: str, largest_of: Callable[[int], bytes]
+) -> None:
+    write_model_folder(tmp_path, CONFIG)
+    (tmp_path / name).write_bytes(largest_of(59))
+    check_model_folder(tmp_path)
+    (tmp_path / name).write_bytes(largest_of(60))
+    assert f"{tmp_path / name} has the token id 60" in refusal(tmp_path)
+    # Where there is a tokenizer.json, transformers reads that one and none of these.
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0}}}))
+    check_model_folder(tmp_path)
+
+
+@pytest.mark.parametrize("kept", [1, 5, 700])
+def test_a_cut_sentencepiece_model_is_named(tmp_path: Path, kept: int) -> None:
+    write_model_folder(tmp_path, CONFIG)
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece(50)[:kept])
+    assert "tokenizer.model cannot be read as a tokenizer" in refusal(tmp_path)
+
+
 def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     write_model_folder(tmp_path, CONFIG)
     (tmp_path / "tokenizer.json").write_text("{}")

@@ -210,6 +210,25 @@ def test_every_engine_holds_the_sources_bits_after_every_push():
     ]
 
 
+def test_no_engine_is_asked_for_anything_before_every_trainer_rank_is_there():
+    fleet = Fleet()
+    mustered = threading.Event()
+    muster = fleet.muster
+    fleet.muster = lambda: (mustered.set(), muster())[1]
+    ranks = Ranks(fleet)
+    for source in ranks.sources:
+        source.version = 1
+    with ThreadPoolExecutor(2) as pool:
+        early = pool.submit(ranks.refits[0].push, version=1)
+        # A push of this size is over after a hundredth of that time once both ranks are there.
+        assert not mustered.wait(0.3)
+        assert (fleet.calls, ranks.sources[0].yielded) == ([], [])
+        late = pool.submit(ranks.refits[1].push, version=1)
+        early.result(TIMEOUT_S)
+        late.result(TIMEOUT_S)
+    assert fleet.calls == ["join 1", "begin drain", "receive", "commit 1 recompute=False", "end"]
+
+
 def test_without_in_flight_updates_the_engines_drain():
     fleet = Fleet()
     for future in Ranks(fleet).push(1):
