@@ -14,8 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-# Before torch reads it: the signals that stay torchrun's.
-os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
+# The default of `--signals-to-handle`: for the others torchrun would replace the handler below by its own.
+os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
 
 from torch.distributed.run import main
 

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from launcher import Launched
+from launcher import TORCHRUN, Launched
 
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
-    """launch(*words, nproc=1, base="run", max_restarts=0): starts a job in the test's own folder."""
+    """launch(*words, nproc=1, base="run", max_restarts=0, program=TORCHRUN): starts a job in the test's own folder."""
     launched: list[Launched] = []
 
-    def start(*words: str, nproc: int = 1, base: str = "run", max_restarts: int = 0) -> Launched:
-        launched.append(Launched(tmp_path / base, words, nproc=nproc, max_restarts=max_restarts))
+    def start(
+        *words: str,
+        nproc: int = 1,
+        base: str = "run",
+        max_restarts: int = 0,
+        program: Sequence[str] = TORCHRUN,
+    ) -> Launched:
+        launched.append(
+            Launched(tmp_path / base, words, nproc=nproc, max_restarts=max_restarts, program=program)
+        )
         return launched[-1]
 
     yield start

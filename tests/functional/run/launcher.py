@@ -16,6 +16,9 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "scripts" / "train_async_ppo.py"
+TORCHRUN = ("-m", "torch.distributed.run")
+LAUNCHER = (str(ROOT / "scripts" / "launch.py"),)
+"""torchrun that leaves signals to the ranks and exits as they do."""
 MODEL_CACHE = ROOT / "outputs" / "test_models"
 """Shared by all tests and kept between test runs: the warm start is the same bytes every time."""
 
@@ -50,12 +53,13 @@ class Launched:
         nproc: int = 1,
         env: Mapping[str, str] | None = None,
         max_restarts: int = 0,
+        program: Sequence[str] = TORCHRUN,
     ) -> None:
         self.base = base
         base.parent.mkdir(parents=True, exist_ok=True)
         self.output_path = base.parent / f"{base.name}.{time.time_ns()}.out"
         command = [
-            sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}",
+            sys.executable, *program, f"--nproc-per-node={nproc}",
             f"--max-restarts={max_restarts}", "--master-addr=127.0.0.1", f"--master-port={free_port()}", str(SCRIPT),
             f"run.dir={base}", f"cluster.model_cache_dir={MODEL_CACHE}", *words,
         ]  # fmt: skip

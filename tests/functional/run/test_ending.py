@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import time
 from collections import Counter
@@ -9,7 +10,9 @@ from collections.abc import Callable
 
 import psutil
 import pytest
-from launcher import Launched, final_history
+from launcher import LAUNCHER, Launched, final_history
+
+from megatron_ppo.protocol.faults import FaultKind, FaultPlan
 
 pytestmark = [pytest.mark.megatron, pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(500)]
 
@@ -20,16 +23,19 @@ ENDLESS = [
 ]  # fmt: skip
 
 
-def test_a_launcher_restarts_its_ranks_which_go_on_and_are_told_to_end(
-    launch: Callable[..., Launched],
+@pytest.mark.parametrize(
+    "victim", [1, pytest.param(0, id="0, which Ray's processes end with", marks=pytest.mark.slow)]
+)
+def test_a_launcher_restarts_its_ranks_which_go_on_and_end_with_exit_code_zero_when_told_to(
+    launch: Callable[..., Launched], victim: int
 ) -> None:
     job = launch(
         *ENDLESS, "checkpoint.period=2", "telemetry.record_trajectories=true", "run.resume=never",
-        nproc=2, max_restarts=1,
+        nproc=2, max_restarts=1, program=LAUNCHER,
     )  # fmt: skip
     job.wait_for_step(3)
     former = {process.pid: process for process in job.seen.values() if process != job.tree}
-    job.trainer_rank(1).send_signal(signal.SIGKILL)
+    job.trainer_rank(victim).send_signal(signal.SIGKILL)
     job.wait_for(lambda: "(restart 1 of its launcher)" in job.output, "the restart", timeout_s=120)
     before = len(job.rows())
     job.wait_for(lambda: len(job.rows()) > before + 1, "a step after the restart", timeout_s=240)
@@ -37,10 +43,8 @@ def test_a_launcher_restarts_its_ranks_which_go_on_and_are_told_to_end(
     alive = [p for p in former.values() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     assert alive == []
 
-    job.process.send_signal(
-        signal.SIGTERM
-    )  # torchrun passes it on; its own exit code says that it was signalled
-    job.wait(timeout_s=90)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait(timeout_s=90) == 0, job.output
     steps = [row["step"] for row in job.rows()]
     assert "SIGTERM: ending after this step" in job.output
     assert (
@@ -66,6 +70,39 @@ def test_a_signal_to_any_rank_ends_all_of_them_with_exit_code_zero(launch: Calla
         f"stopped by SIGUSR1; the same command, or run.resume={job.run_dir}, continues from step"
         in job.output
     )
+    assert job.survivors(within_s=15) == []
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_a_run_in_the_middle_of_its_step(launch: Callable[..., Launched]) -> None:
+    longest_s = 60.0
+
+    def delay_s(seed: int, version: int) -> float:
+        plan = FaultPlan(seed=seed, rates={FaultKind.DELAY_REFIT: 1.0}, max_refit_delay_s=longest_s)
+        return plan.refit_delay_s(version, 0)
+
+    seed = next(s for s in itertools.count() if delay_s(s, 0) < 3 and delay_s(s, 1) > longest_s / 2)
+    job = launch(
+        *ENDLESS, "checkpoint.period=1", f"chaos.delay_refit_s={longest_s}", f"chaos.seed={seed}", nproc=2,
+        program=LAUNCHER,
+    )  # fmt: skip
+    job.wait_for_step(1)
+    faults = job.run_dir / "faults.jsonl"
+    job.wait_for(lambda: faults.read_text().count("\n") == 2, "the long publication", timeout_s=60)
+    job.process.send_signal(signal.SIGINT)
+    job.wait_for(
+        lambda: (
+            "SIGINT: ending after this step, with a checkpoint; a second signal ends at once" in job.output
+        ),
+        "the first signal to be answered",
+        timeout_s=20,
+    )
+    time.sleep(1.5)  # longer than two signals count as one
+    job.process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    assert job.wait(timeout_s=30) != 0
+    assert time.monotonic() - began < 20, "it waited for the publication"
+    assert "ended at once by a signal" in job.output and "continues from step 1" in job.output
     assert job.survivors(within_s=15) == []
 
 
