@@ -2,8 +2,8 @@
 
 torchrun itself passes SIGTERM and SIGINT on, kills the ranks 30 seconds later and exits with 1; it dies of SIGUSR1.
 Here the first of these signals is passed on to the ranks, which end after their step and their save, however long these
-take, and the exit code is theirs. A second signal is torchrun's own end: SIGTERM to the ranks, SIGKILL after
-`--shutdown-timeout`. Everything else is torchrun.
+take, and the exit code is theirs; none is started again. A second signal is torchrun's own end: SIGTERM to the ranks,
+SIGKILL after `--shutdown-timeout`. Everything else is torchrun.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 # The default of `--signals-to-handle`: for the others torchrun would replace the handler below by its own.
 os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
 
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup
 from torch.distributed.run import main
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -29,6 +30,11 @@ class PassedOn:
 
     def __init__(self) -> None:
         self._first_s: float | None = None
+
+    @property
+    def told(self) -> bool:
+        """Whether the ranks were told to end."""
+        return self._first_s is not None
 
     def __call__(self, signum: int, _frame: object) -> None:
         """Pass the first signal on; leave on a second one, upon which torchrun ends the ranks."""
@@ -56,8 +62,21 @@ def ranks() -> list[int]:
     return found
 
 
+def end_once_told(handler: PassedOn) -> None:
+    """Let no rank be started again that was told to end, and failed at that (torch 2.13 has no option for it)."""
+    restart = SimpleElasticAgent._restart_workers
+
+    def restart_unless_told(agent: SimpleElasticAgent, workers: WorkerGroup) -> None:
+        if handler.told:
+            raise SystemExit(1)  # the agent ends those that are left
+        restart(agent, workers)
+
+    SimpleElasticAgent._restart_workers = restart_unless_told  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
     handler = PassedOn()
+    end_once_told(handler)
     for number in SIGNALS:
         signal.signal(number, handler)
     main(sys.argv[1:])

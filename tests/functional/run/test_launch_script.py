@@ -33,6 +33,8 @@ def end(signum, frame):
 
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
     signal.signal(number, end)
+with (folder / f"starts_{rank}").open("a") as starts:
+    print("started", file=starts)
 (folder / f"ready_{rank}").write_text(str(os.getpid()))
 time.sleep(120)
 """
@@ -45,7 +47,8 @@ class Launch:
         script.write_text(RANK)
         command = [
             sys.executable, str(ROOT / "scripts" / "launch.py"), "--nproc-per-node=2", "--master-addr=127.0.0.1",
-            f"--master-port={free_port()}", "--shutdown-timeout=2", str(script), str(folder), str(code), str(step_s),
+            f"--master-port={free_port()}", "--shutdown-timeout=2", "--max-restarts=1",
+            str(script), str(folder), str(code), str(step_s),
         ]  # fmt: skip
         with (folder / "out").open("wb") as output:
             self.process = subprocess.Popen(
@@ -83,6 +86,7 @@ def test_a_signal_to_the_launcher_is_the_ranks_to_answer(
     # A rank that is the last to fail hears from torchrun of the first.
     first = [(tmp_path / f"got_{rank}").read_text().split()[0] for rank in (0, 1)]
     assert first == [str(int(signum))] * 2
+    assert [(tmp_path / f"starts_{rank}").read_text() for rank in (0, 1)] == ["started\n"] * 2
 
 
 def test_a_second_signal_ends_ranks_that_do_not_come_to_the_end_of_their_step(
