@@ -7,6 +7,7 @@ does not answer may be the reason.
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 import threading
 import time
@@ -18,6 +19,8 @@ from megatron_ppo.replay.ledger_report import pending
 from megatron_ppo.telemetry.heartbeat import SILENT_AFTER_S, read_beats
 from megatron_ppo.telemetry.run_dir import RunDirectory
 from megatron_ppo.telemetry.run_status import describe_beat
+
+logger = logging.getLogger(__name__)
 
 MAX_PROMPTS = 8
 MAX_FRAMES = 12
@@ -33,6 +36,24 @@ def main_thread_stack() -> str:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     lines = traceback.format_stack(frame)[-MAX_FRAMES:] if frame is not None else []
     return "stack of the main thread:\n" + "".join(lines).rstrip()
+
+
+def waiting_stack(error: BaseException) -> str:
+    """Where the wait was that ended as `error`, innermost frames last."""
+    lines: list[str] = []
+    link: BaseException | None = error
+    while link is not None:  # what an error was raised from begins in the frame that raised it
+        lines += traceback.format_tb(link.__traceback__)
+        link = link.__cause__
+    return "stack of the wait:\n" + "".join(lines[-MAX_FRAMES:]).rstrip()
+
+
+def explain(error: BaseException, directory: RunDirectory) -> None:
+    """Add the diagnosis of this moment to an error that ended a wait. Never raises: the error is the cause."""
+    try:
+        error.add_note(f"{diagnosis(directory)}\n{waiting_stack(error)}")
+    except Exception:
+        logger.exception("no diagnosis of the wait that failed")
 
 
 def _processes(directory: RunDirectory) -> Iterator[str]:

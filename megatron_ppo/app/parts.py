@@ -32,7 +32,7 @@ from megatron_ppo.loop.recorded import RecordedGroups
 from megatron_ppo.loop.residency import Residency
 from megatron_ppo.loop.validation import EngineValidator
 from megatron_ppo.mcore.parallel import DistributedRuntime
-from megatron_ppo.protocol.errors import ConfigError
+from megatron_ppo.protocol.errors import ConfigError, MegatronPPOError
 from megatron_ppo.protocol.ports import Scorer
 from megatron_ppo.protocol.trajectory import SamplingSettings
 from megatron_ppo.ray_actors.rank0 import RankZero, RayGroupSource
@@ -72,7 +72,7 @@ class PartsBuilder:
         terminal: where rank 0 shows progress.   actors: on rank 0 only.
         identity: what a checkpoint is compared by.
         stack: closes what the parts open.   stages: told what this rank is doing.
-        interruptions: what ends the run between two steps.   diagnose: what to say when a wait ends without success.
+        interruptions: what ends the run between two steps.   explain: see `Parts`.
     """
 
     config: RunConfig
@@ -89,7 +89,7 @@ class PartsBuilder:
     stack: contextlib.ExitStack
     stages: StageClock
     interruptions: Interruptions
-    diagnose: Callable[[], str]
+    explain: Callable[[MegatronPPOError], None]
 
     def parts(self, models: Models) -> Parts:
         """All parts of the loop; `models` are those of this rank."""
@@ -108,6 +108,7 @@ class PartsBuilder:
             scoring=lambda: models.critic.scoring_metrics() | models.policy.scoring_metrics(),
             observe=lambda: self.rank_zero.run("the actors' statistics", self._statistics),
             check_interrupted=self._check_interrupted,
+            explain=self.explain,
         )
 
     def loop_settings(self) -> LoopSettings:
@@ -214,7 +215,6 @@ class PartsBuilder:
             groups_timeout_s=self.config.cluster.groups_timeout_s,
             refresh_engines=refit.refresh,
             position=actors.position if actors else None,
-            diagnose=self.diagnose,
             check_interrupted=self._check_interrupted,
         )
         source = seams_of(self.config, self.directory).groups(

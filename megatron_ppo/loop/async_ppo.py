@@ -60,8 +60,16 @@ _ENDING = (PartDiedError, WaitTimeoutError, RefitError)
 _NOT_SAVED = (RankZeroFailedError, WeightMismatchError)
 
 
+# Somebody did not come: what a person needs to find out who, is to be seen now and not after the end.
+_STALLS = (WaitTimeoutError, RefitError)
+
+
 def _nothing_interrupts() -> None:
     """The default of `Parts.check_interrupted`."""
+
+
+def _explains_nothing(_error: MegatronPPOError) -> None:
+    """The default of `Parts.explain`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +127,8 @@ class Parts:
         residency: which model is on the device; by default nothing has to move.
         check_interrupted: asked between steps, on every rank together; raises StopRequested when the run was asked to
             end, PartDiedError when a part of it is gone.
+        explain: told of every wait and publication that ended without success, at that moment, on each rank that meets
+            it; adds notes to the error.
     """
 
     policy: Policy
@@ -133,6 +143,7 @@ class Parts:
     observe: Callable[[], Metrics] = dict
     residency: Residency = field(default_factory=Residency)
     check_interrupted: Callable[[], None] = _nothing_interrupts
+    explain: Callable[[MegatronPPOError], None] = _explains_nothing
 
 
 def train(run: LoopSettings, schedule: AsyncSchedule, parts: Parts) -> int:
@@ -142,17 +153,8 @@ def train(run: LoopSettings, schedule: AsyncSchedule, parts: Parts) -> int:
         StopRequested when the run was asked to end. What ends it between two steps leaves a checkpoint of that moment;
         so does a publication that fails for good, which a resume begins with.
     """
-    step = parts.checkpoints.restore()
-    if step >= run.max_num_steps:
-        return step
-    with parts.residency.step("the first publish"), parts.residency.publishing():
-        parts.refit.push(version=schedule.version_at(step))
-    if step == 0 and run.validate_at_start:
-        log = parts.telemetry.before_first_step()
-        with log.timed("idle/validation"):
-            log.add(parts.validator.run(step=0))
-        log.flush()
-    parts.groups.open(step=step, frontier=schedule.frontier(step))
+    with _explaining_stalls(parts):
+        step = _begin(run, schedule, parts)
     saved = step
 
     while step < run.max_num_steps:
@@ -176,18 +178,50 @@ def train(run: LoopSettings, schedule: AsyncSchedule, parts: Parts) -> int:
                 with log.timed("idle/validation"):
                     log.add(parts.validator.run(step=step))
             log.add(parts.observe())
-        if run.checkpoint_due(step) or parts.checkpoints.overdue:
-            with log.timed("checkpointing"):
-                at_save = parts.checkpoints.save(step=step, metrics=log.values)
-            log.add(at_save)
-            saved = step
-        # Between the save and its publication: a run that is killed before repeats the step, one that is killed
-        # after has its row.
-        log.flush()
-        parts.checkpoints.publish(wait=step == run.max_num_steps)
-        if run.generates_alone:
-            parts.groups.open(step=step, frontier=schedule.frontier(step))
+        with _explaining_stalls(parts):
+            if run.checkpoint_due(step) or parts.checkpoints.overdue:
+                with log.timed("checkpointing"):
+                    at_save = parts.checkpoints.save(step=step, metrics=log.values)
+                log.add(at_save)
+                saved = step
+            # Between the save and its publication: a run that is killed before repeats the step, one that is killed
+            # after has its row.
+            log.flush()
+            parts.checkpoints.publish(wait=step == run.max_num_steps)
+            if run.generates_alone:
+                parts.groups.open(step=step, frontier=schedule.frontier(step))
     return step
+
+
+def _begin(run: LoopSettings, schedule: AsyncSchedule, parts: Parts) -> int:
+    """Restore; unless all steps are complete, give the engines their weights and let the collector begin.
+
+    Returns: completed steps.
+    """
+    step = parts.checkpoints.restore()
+    if step >= run.max_num_steps:
+        return step
+    with parts.residency.step("the first publish"), parts.residency.publishing():
+        parts.refit.push(version=schedule.version_at(step))
+    if step == 0 and run.validate_at_start:
+        log = parts.telemetry.before_first_step()
+        with log.timed("idle/validation"):
+            log.add(parts.validator.run(step=0))
+        log.flush()
+    parts.groups.open(step=step, frontier=schedule.frontier(step))
+    return step
+
+
+@contextmanager
+def _explaining_stalls(parts: Parts) -> Iterator[None]:
+    """Have what ended inside the block without success explained, unless somebody answered, but wrongly."""
+    try:
+        yield
+    except WeightMismatchError:
+        raise
+    except _STALLS as error:
+        parts.explain(error)
+        raise
 
 
 @contextmanager
@@ -201,7 +235,8 @@ def _saving_what_ends_here(
         has_row: `log` is that of the last completed step, whose row has to be written; else of one that did not begin.
     """
     try:
-        yield
+        with _explaining_stalls(parts):
+            yield
     except _NOT_SAVED:
         raise
     except (StopRequested, *_ENDING) as error:

@@ -242,7 +242,6 @@ class RayGroupSource:
             there were any. The learner waits here for groups that such an engine may be the only one to generate.
         position: is kept up to date with every take.
         check_interrupted: asked on every rank together while nothing is being taken; raises to end the wait.
-        diagnose: what else to say, as a note, when the wait has lasted too long.
     """
 
     def __init__(
@@ -255,7 +254,6 @@ class RayGroupSource:
         refresh_engines: Callable[[], bool] = lambda: False,
         position: KnownPosition | None = None,
         check_interrupted: Callable[[], None] = lambda: None,
-        diagnose: Callable[[], str] = lambda: "",
     ) -> None:
         self._rank_zero = rank_zero
         self._supervisor = supervisor
@@ -264,7 +262,6 @@ class RayGroupSource:
         self._groups_timeout_s = groups_timeout_s
         self._position = position or KnownPosition()
         self._check_interrupted = check_interrupted
-        self._diagnose = diagnose
         self._asked: Any | None = None
 
     def take(self, *, target_step: int) -> list[PromptGroup]:
@@ -310,12 +307,10 @@ class RayGroupSource:
             waited = time.monotonic() - started
             if waited < self._groups_timeout_s:
                 return None, self._asked is not None
-            timeout = WaitTimeoutError(
+            raise WaitTimeoutError(
                 f"step {target_step + 1} has no complete set of groups after {waited:.0f} s, "
                 f"cluster.groups_timeout_s is {self._groups_timeout_s:.0f}; {error}"
-            )
-            timeout.add_note(self._diagnose())
-            raise timeout from error
+            ) from error
         except PartDiedError as error:
             self._asked = None
             self._supervisor.raise_cause_of(error)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron_ppo.app.diagnosis import MAX_PROMPTS, diagnosis, main_thread_stack
+import pytest
+
+from megatron_ppo.app.diagnosis import MAX_PROMPTS, diagnosis, explain, main_thread_stack
+from megatron_ppo.protocol.errors import RefitError, WaitTimeoutError
 from megatron_ppo.protocol.schedule import AsyncSchedule
 from megatron_ppo.replay.buffer import PromptGroupBuffer
 from megatron_ppo.replay.journal import LedgerFile
@@ -58,3 +61,36 @@ def test_the_stack_ends_where_the_main_thread_is() -> None:
     stack = main_thread_stack()
     assert stack.startswith("stack of the main thread:\n")
     assert "test_the_stack_ends_where_the_main_thread_is" in stack
+
+
+def ask_the_engines() -> None:
+    raise WaitTimeoutError("waited 60 s for the engines to pause")
+
+
+def refit_that_times_out() -> None:
+    try:
+        ask_the_engines()
+    except WaitTimeoutError as error:
+        raise RefitError("refit to version 4 failed while pausing the engines") from error
+
+
+def test_an_error_of_a_wait_gets_the_diagnosis_and_the_frames_down_to_the_wait_itself(tmp_path: Path) -> None:
+    with pytest.raises(RefitError) as caught:
+        refit_that_times_out()
+    explain(caught.value, RunDirectory(path=tmp_path))
+    [note] = caught.value.__notes__
+    assert note.startswith("processes:\n") and "open prompts:" in note
+    assert note.index("stack of the wait:") < note.index("in refit_that_times_out")
+    assert note.rindex("in refit_that_times_out") < note.index("in ask_the_engines")
+
+
+def test_an_error_stays_the_cause_when_its_diagnosis_fails(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    error = WaitTimeoutError("waited 60 s for the window to open")
+    directory = RunDirectory(path=tmp_path)
+    path = directory.heartbeat_path("collector")
+    Heartbeat(path, describe=dict).beat()
+    path.write_text(json.dumps({**json.loads(path.read_text()), "beat_unix_s": "yesterday"}))
+    explain(error, directory)
+    assert not hasattr(error, "__notes__") and "no diagnosis of the wait" in caplog.text

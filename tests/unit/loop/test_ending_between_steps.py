@@ -277,3 +277,58 @@ def test_a_stopped_run_goes_on_exactly_where_it_was(tmp_path: Path, number: int,
     done = (number + 1) // 2
     assert train(settings, SCHEDULE, begin(tmp_path / "parted", parted, done).parts) == STEPS
     assert parted.steps == whole.steps
+
+
+class Late(FakeCheckpoints):
+    """Whose replay buffer does not answer: at a save, or already when it is to restore."""
+
+    def __init__(self, run: FakeRun, where: str) -> None:
+        super().__init__(run.order)
+        self._where = where
+
+    def restore(self) -> int:
+        if self._where == "restore":
+            raise WaitTimeoutError("waited 60 s for the replay buffer to restore")
+        return super().restore()
+
+    def save(self, *, step: int, metrics: Any) -> dict[str, float]:
+        raise WaitTimeoutError("waited 60 s for the replay snapshot")
+
+
+def failing_at(run: FakeRun, where: str, error: Exception) -> FakeRun:
+    if where in ("save", "restore"):
+        return run.but(checkpoints=Late(run, where))
+    if where.startswith("push"):
+        return run.but(refit=FailingRefit(run, int(where[-1]), error))
+    what, step = where.split()
+    return run.but(groups=FailingGroups(run, (what, int(step)), error))
+
+
+@pytest.mark.parametrize(
+    "where", ["restore", "push 0", "open 0", "take 0", "take 2", "push 2", "open 2", "save"]
+)
+@pytest.mark.parametrize("error", [UNPUBLISHED[0], UNPUBLISHED[2]])
+def test_a_wait_without_success_is_explained_once_before_anything_else_happens(
+    where: str, error: Exception
+) -> None:
+    run = fake_run(SCHEDULE)
+    if where == "push 0":  # before the first step: nothing was trained
+        run.order.not_pushed = lambda version: None  # type: ignore[method-assign]
+    explained: list[tuple[Exception, int]] = []
+    events = run.order.events
+    ended = failing_at(run, where, error).but(explain=lambda e: explained.append((e, len(events))))
+    with pytest.raises((RefitError, WaitTimeoutError)) as caught:
+        train(loop_settings(SCHEDULE, checkpoint_period=1), SCHEDULE, ended.parts)
+    assert [e for e, _ in explained] == [caught.value]
+    assert [event for event, _ in events[explained[0][1] :]] in ([], ["save"]), "something came before it"
+
+
+@pytest.mark.parametrize(
+    "error", [PartDiedError("the collector died"), StopRequested("SIGTERM"), WeightMismatchError("differ")]
+)
+def test_what_says_its_own_cause_needs_no_explanation(error: Exception) -> None:
+    run = fake_run(SCHEDULE)
+    explained: list[Exception] = []
+    run = run.but(groups=FailingGroups(run, ("take", 2), error), explain=explained.append)
+    run_until_it_ends(run, type(error))
+    assert explained == []
