@@ -80,8 +80,14 @@ class RunActors:
         }
 
     def raise_if_lost(self) -> None:
-        """Raise PartDiedError with the cause when an engine died that will not be built again."""
+        """Raise PartDiedError with the cause when an engine died that will not be built again.
+
+        While no engine is up, a dead collector or replay buffer is a cause, too: the run ends of it after this step,
+        and the engine that this step would wait for may never come, because their machine or its raylet is gone.
+        """
         self._note_lost_engines()
+        if not self.engines.table.live():
+            self.supervisor.raise_if_failed()
         self.supervisor.raise_if_step_ends()
 
     def raise_if_failed(self) -> None:

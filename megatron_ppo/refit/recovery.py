@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 NEWS_S = 2.0
 """A broken transfer may be seen earlier than the death that broke it: how long to wait for the news."""
+LOOK_S = 0.5
+"""How often the wait for an engine that is being built looks for what makes the wait useless."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,8 @@ class RecoveringRefit:
     Args:
         refit: the real one; EngineDeadError and RefitError must be raised on all ranks or on none.
         engines: their states; on rank 0 only, None elsewhere.
-        raise_if_lost: called on rank 0; raises PartDiedError when an engine died that will not be built again.
+        raise_if_lost: called on rank 0, also while no engine is up; raises PartDiedError when an engine died that will
+            not be built again, or, with no engine up, when anything else has died that ends the run.
         max_retries: further attempts of one push whose failure was not an engine's death. Deaths are limited by the
             restarts that `engines` allows.
         on_rank_zero: runs a function on rank 0 and gives every rank its result, or its error.
@@ -92,6 +95,7 @@ class RecoveringRefit:
         failures, attempts = 0, 0
         while True:
             deaths = self._deaths()
+            self._ask("an engine to publish to", self._await_engine)
             try:
                 metrics = self._refit.push(version=version)
             except WeightMismatchError:
@@ -136,6 +140,14 @@ class RecoveringRefit:
             return engines.deaths
 
         return self._ask("the state of the engines", count)
+
+    def _await_engine(self) -> None:
+        # Here and not in the real refit alone: where the machine under the engines is gone, none will ever be built,
+        # and only the deaths of its other processes say so. What a rebuild may take is limited by whoever builds.
+        assert self._engines is not None, "only rank 0 knows the engines"
+        engines = self._engines
+        while not engines.wait_for(lambda: bool(engines.live()), timeout_s=LOOK_S):
+            self._raise_if_lost()
 
     def _lacks_weights(self) -> bool:
         assert self._engines is not None, "only rank 0 knows the engines"

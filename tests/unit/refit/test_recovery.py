@@ -145,6 +145,37 @@ def test_a_death_without_a_restart_ends_the_publication_with_its_cause() -> None
     assert world.pushed == [5]
 
 
+def test_the_wait_for_an_engine_that_will_never_come_ends_with_what_else_has_died(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # With its raylet gone, no process of a machine is started again, and Ray does not say so.
+    monkeypatch.setattr(recovery, "LOOK_S", 0.01)
+    world = World()
+    for replica in range(2):
+        world.table.died(world.table.member(replica), "the actor died unexpectedly")
+    looks = 0
+
+    def raise_if_lost() -> None:
+        nonlocal looks
+        looks += 1
+        if looks > 3:
+            raise PartDiedError("the replay buffer died")
+
+    with pytest.raises(PartDiedError, match=r"^the replay buffer died$"):
+        world.recovering(raise_if_lost=raise_if_lost).push(version=5)
+    assert world.pushed == [], "nobody was there to publish to"
+
+
+def test_a_publication_waits_for_the_engine_that_is_being_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "LOOK_S", 0.01)
+    world = World()
+    for replica in range(2):
+        world.table.died(world.table.member(replica), "killed")
+    threading.Timer(0.1, lambda: world.table.built(1)).start()
+    world.recovering(max_retries=0).push(version=5)
+    assert world.pushed == [5] and len(world.table.members(HEALTHY)) == 1
+
+
 def test_engines_that_compute_something_else_are_not_sent_the_same_weights_again() -> None:
     def differs(world: World) -> None:
         raise WeightMismatchError("weights of version 5 differ")
