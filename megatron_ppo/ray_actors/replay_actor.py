@@ -54,10 +54,7 @@ class ReplayActor(ReplayService):
 
     async def watch(self) -> None:
         """Never returns; its object ref becomes ready only when this process is gone. Gives the signs of life."""
-        beating = asyncio.create_task(self._heartbeat.run(), name="heartbeat")
-        try:
+        async with self._heartbeat.running():
             while True:
                 await asyncio.sleep(FLUSH_PERIOD_S)
                 await self.flush()
-        finally:
-            beating.cancel()

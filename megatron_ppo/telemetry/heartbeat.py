@@ -15,8 +15,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,8 +85,16 @@ class Heartbeat:
                 logger.warning("heartbeats cannot be written", exc_info=True)
             self._failed = True
 
-    async def run(self) -> None:
-        """Beat until cancelled."""
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Beat from the event loop inside the block, so that a stuck loop shows."""
+        beating = asyncio.create_task(self._run(), name="heartbeat")
+        try:
+            yield
+        finally:
+            beating.cancel()
+
+    async def _run(self) -> None:
         while True:
             self.beat()
             await asyncio.sleep(PERIOD_S)
