@@ -146,11 +146,23 @@ def resume_each(
         return results
 
 
+def drawn() -> dict[str, list[float]]:
+    """The next numbers of this rank's generators: torch's, and Megatron's of its own for each tensor rank."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    numbers = {"torch": torch.rand(4).tolist()}
+    with get_cuda_rng_tracker().fork():
+        numbers["tensor rank"] = torch.rand(4, device=platform.device()).tolist()
+    return numbers
+
+
 def save_in_background(*, folder: str, checkpoints: dict[str, str], layout: Layout) -> dict[str, Any]:
     """Saves of one step, at once and in the background, the latter held back until the models have moved on."""
     with distributed_runtime(timeout_s=60.0):
         models = pair(folder, layout)
         train_on(models, first=0)
+        torch.manual_seed(1000 + dist.get_rank())
+        drawn()  # neither generator is where a seed puts it
         store = ModelCheckpoints(models)
         for path in checkpoints.values():
             Path(path).mkdir(exist_ok=True)
@@ -159,6 +171,7 @@ def save_in_background(*, folder: str, checkpoints: dict[str, str], layout: Layo
         may_write = threading.Event()
         with held_back(may_write):
             save = store.begin_save(Path(checkpoints["background"]))
+            next_drawn = drawn()
             train_on(models, first=50)
             early = save.is_written()
             files_early = sorted(path.name for path in Path(checkpoints["background"]).rglob("*.distcp"))
@@ -169,11 +182,19 @@ def save_in_background(*, folder: str, checkpoints: dict[str, str], layout: Layo
                 time.sleep(0.05)
             late = save.is_written()
             save.finish()
-        results = {}
+        results, drawn_again = {}, {}
         for name, path in checkpoints.items():
             store.load(Path(path))
+            drawn_again[name] = drawn()
             results[name] = outcome(models, train_on(models, first=STEPS))
-        return {"results": results, "early": early, "files_early": files_early, "late": late}
+        return {
+            "results": results,
+            "early": early,
+            "files_early": files_early,
+            "late": late,
+            "drawn": next_drawn,
+            "drawn_again": drawn_again,
+        }
 
 
 @contextmanager

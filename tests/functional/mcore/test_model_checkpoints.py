@@ -182,15 +182,22 @@ def test_a_save_in_the_background_holds_the_step_at_which_it_began(
     workers: WorkerGroup, tiny_model: Callable[[str], Path], tmp_path: Path, layout: dict[str, int]
 ) -> None:
     checkpoints = {name: str(tmp_path / name) for name in ("synchronous", "background")}
-    for seen in workers.run(
+    ranks = workers.run(
         JOBS + "save_in_background",
         folder=str(tiny_model("qwen2")),
         checkpoints=checkpoints,
         layout=layout,
-    ):
+    )
+    for seen in ranks:
         # The models went on training before the first byte was written.
         assert (seen["early"], seen["files_early"], seen["late"]) == (False, [], True)
         assert_same(seen["results"]["background"], seen["results"]["synchronous"], exact=True)
+        # The generators go on where each rank's own were.
+        assert seen["drawn_again"] == dict.fromkeys(checkpoints, seen["drawn"])
+    assert ranks[0]["drawn"]["torch"] != ranks[1]["drawn"]["torch"]
+    # Megatron seeds this one by tensor rank: two copies of a model share it, two halves do not.
+    same = ranks[0]["drawn"]["tensor rank"] == ranks[1]["drawn"]["tensor rank"]
+    assert same == ("tensor_model_parallel_size" not in layout)
 
 
 # What torch's AdamW needs: each answer of ours is taken away, and the test sees what it is for.

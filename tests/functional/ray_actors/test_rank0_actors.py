@@ -338,6 +338,69 @@ def test_the_snapshot_of_a_dead_buffer_is_the_position_of_the_last_take(
     assert {group.ordinal for group in groups} == set(range(PROMPTS))
 
 
+def recorder() -> Any:
+    """Collector and replay buffer in one process, which therefore knows in what order it was asked."""
+    import ray
+
+    @ray.remote(num_cpus=0, max_concurrency=10)
+    class Recorder:
+        def __init__(self) -> None:
+            self.events: list[str] = []
+            self.refuses = False
+
+        async def pause(self) -> None:
+            self.events.append("asked to pause")
+            await asyncio.sleep(0.3)  # a collector may still be dispatching when it is asked
+            if self.refuses:
+                raise WaitTimeoutError("waited 25 s for the collector to pause")
+            self.events.append("holds still")
+
+        async def resume(self) -> None:
+            self.events.append("goes on")
+
+        async def snapshot(self) -> str:
+            self.events.append("snapshot")
+            return "{}"
+
+        async def refuse(self) -> None:
+            self.refuses = True
+
+        async def seen(self) -> list[str]:
+            events, self.events = self.events, []
+            return events
+
+    return Recorder.remote()
+
+
+def test_the_collector_holds_still_from_its_acknowledgement_to_the_end_of_the_snapshot(
+    supervisor: Supervisor, cluster: Path
+) -> None:
+    import ray
+
+    from megatron_ppo.ray_actors.rank0 import RayReplaySnapshots
+
+    both = recorder()
+    snapshots = RayReplaySnapshots(supervisor=supervisor, replay=both, collector=both)
+    try:
+        for _ in range(2):
+            assert snapshots.snapshot() == "{}"
+            assert ray.get(both.seen.remote(), timeout=CALL_S) == [
+                "asked to pause",
+                "holds still",
+                "snapshot",
+                "goes on",
+            ]
+        # One that does not acknowledge is not waited for any longer: the buffer's snapshot is of one instant anyway.
+        ray.get(both.refuse.remote(), timeout=CALL_S)
+        assert snapshots.snapshot() == "{}"
+        deadline, seen = time.monotonic() + NOTICE_S, []
+        while "goes on" not in seen and time.monotonic() < deadline:
+            seen += ray.get(both.seen.remote(), timeout=CALL_S)
+        assert seen == ["asked to pause", "snapshot", "goes on"]
+    finally:
+        ray.kill(both)
+
+
 def test_groups_of_a_late_answer_are_not_lost(
     cluster: Path, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
