@@ -1,12 +1,15 @@
 """The one place that makes Megatron-Core run without CUDA, and that knows both supported versions of it.
 
 `install()` is called once per process before anything imports `megatron.core`; `MegatronPolicy`,
-`MegatronCritic`, the checkpoint functions and `distributed_runtime` do that. Where CUDA is available it does
-nothing at all, so a GPU runs unpatched Megatron-Core. The patches are process-global: an inference engine
-never shares this process.
+`MegatronCritic`, the checkpoint functions and `distributed_runtime` do that. The patches are process-global: an
+inference engine never shares this process.
+
+Where CUDA is available it changes nothing of torch, and no kernel, collective or generator of Megatron-Core. Three
+mistakes of Megatron-Core that have nothing to do with the device are answered there as well (ADR 0022):
+`_name_missing_router_kernel`, `_patch_recomputation`, both only without Transformer Engine, and `_patch_tied_checkpoint`.
 
 Megatron-Core 0.16.x passes `torch.cuda.current_device()` or the literal "cuda" as `device=` and compares
-`Tensor.type()` with "torch.cuda.*Tensor"; 0.19.x still does. Each patch below answers one of these.
+`Tensor.type()` with "torch.cuda.*Tensor"; 0.19.x still does. Each of the other patches below answers one of these.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ def device() -> torch.device:
 
 
 def on_cuda() -> bool:
-    """Whether the unpatched GPU path runs."""
+    """Whether models are on a GPU, where only Megatron-Core's own mistakes are answered."""
     return torch.cuda.is_available()
 
 
