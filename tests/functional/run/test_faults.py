@@ -1,4 +1,4 @@
-"""Any process of a run is killed: it survives, or ends within 15 s with a checkpoint, says why, and leaves no process.
+"""Any process of a run is killed: it survives, or ends after its step with a checkpoint, says why, leaves no process.
 
 Deaths of trainer ranks and of everything at once are in `test_kills.py`.
 """
@@ -28,6 +28,8 @@ VICTIMS: dict[str, tuple[Callable[[Launched], psutil.Process], str]] = {
 }
 
 
+LIMIT_S = 30.0
+
 # Its cause is found as in the other two; engines that are rebuilt have a test of their own.
 ENGINE = pytest.param("engine actor that may not be rebuilt", marks=pytest.mark.slow)
 
@@ -46,9 +48,10 @@ def test_a_killed_process_ends_the_run_with_its_cause(launch: Callable[..., Laun
 
     assert code != 0
     assert cause in job.output.lower(), job.output
-    # The promise is 15 s on a free machine; the test machine runs other jobs, so it asserts no more than twice that.
-    assert ended_after_s < 30, job.output
-    assert job.survivors(within_s=15) == []
+    # The promise is 15 s on a free machine, plus the step that is finished and saved, which takes a second here (ADR
+    # 0023). Test machines are noisy and run other jobs, so the whole run, its last process too, gets twice that.
+    assert ended_after_s < LIMIT_S, job.output
+    assert job.survivors(within_s=LIMIT_S - ended_after_s) == []
     # The step that was going on is finished and saved, although no save was due.
     assert f"continues from step {job.rows()[-1]['step']}" in job.output, job.output
 
