@@ -27,8 +27,7 @@ class RunSection(Section):
     max_num_steps: int = setting(doc="Training steps.", unit="steps", ge=1)
     max_num_epochs: int = setting(
         -1,
-        "Passes over the training prompts. Only -1, endless, at every age: prompts are cycled, and max_num_steps is the "
-        "length of the run.",
+        "Passes over the training prompts. Only -1, endless, at every age: prompts are cycled until max_num_steps.",
         unit="epochs",
     )
     dir: str | None = setting(

@@ -26,6 +26,7 @@ def rollout_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
         "train/mean_prompt_length": fmean(len(t.prompt_token_ids) for t in trajectories),
         "train/mean_gen_tokens_per_sample": fmean(lengths),
         "train/max_gen_tokens_per_sample": float(max(lengths)),
+        "train/min_gen_tokens_per_sample": float(min(lengths)),
         "train/total_num_tokens": float(sum(t.num_tokens for t in trajectories)),
         "train/truncation_rate": truncated,
         "train/natural_termination_rate": 1.0 - truncated,

@@ -6,7 +6,8 @@ inference engine never shares this process.
 
 Where CUDA is available it changes nothing of torch, and no kernel, collective or generator of Megatron-Core. Three
 mistakes of Megatron-Core that have nothing to do with the device are answered there as well (ADR 0022):
-`_name_missing_router_kernel`, `_patch_recomputation`, both only without Transformer Engine, and `_patch_tied_checkpoint`.
+`_name_missing_router_kernel` and `_patch_recomputation`, both only without Transformer Engine, and
+`_patch_tied_checkpoint`.
 
 Megatron-Core 0.16.x passes `torch.cuda.current_device()` or the literal "cuda" as `device=` and compares
 `Tensor.type()` with "torch.cuda.*Tensor"; 0.19.x still does. Each of the other patches below answers one of these.

@@ -328,13 +328,13 @@ class RayGroupSource:
 class RayReplaySnapshots:
     """Snapshot and restore of the replay actor, with the collector held still by an acknowledged call.
 
-    The buffer alone makes the snapshot consistent: it is one method of an actor with one event loop, so no reservation or
-    commit is half in it, and what is in flight is in it as reserved, which a restore makes pending again. Holding the
-    collector still is a second safeguard. So one that is dead, or does not acknowledge within ACKNOWLEDGED_WITHIN_S, costs
-    the log an error and the checkpoint nothing.
+    The buffer alone makes the snapshot consistent: it is one method of an actor with one event loop, so no reservation
+    or commit is half in it, and what is in flight is in it as reserved, which a restore makes pending again. Holding
+    the collector still is a second safeguard. So one that is dead, or does not acknowledge within
+    ACKNOWLEDGED_WITHIN_S, costs the log an error and the checkpoint nothing.
 
-    Also without the buffer: for a dead one the position of the last take stands in; the groups that it held are generated
-    again.
+    Also without the buffer: for a dead one the position of the last take stands in; the groups that it held are
+    generated again.
     """
 
     def __init__(

@@ -30,6 +30,7 @@ class Hyper:
     minibatch_size: int
     grad_clip: float
     warmup_steps: int
+    epochs: int
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
 
@@ -115,28 +116,25 @@ def run_reference(
         row = {"reward": sum(r["reward"] for r in records) / len(records)}
         batches = [range(i, i + hyper.minibatch_size) for i in range(0, len(records), hyper.minibatch_size)]
 
-        losses, norms = [], []
-        for batch in batches:
-            tokens = sum(len(records[i]["response"]) for i in batch)
-            loss = (
-                sum((0.5 * (response_values(critic, records[i]) - returns[i]) ** 2).sum() for i in batch)
-                / tokens
-            )
-            losses.append(float(loss.detach()))
-            norms.append(_step(critic, critic_optimizer, loss, hyper.grad_clip))
-        row |= {"critic_loss": _mean(losses), "critic_grad_norm": _mean(norms)}
-
-        if step > hyper.warmup_steps:
+        for _ in range(hyper.epochs):  # a row has the means of the last epoch
             losses, norms = [], []
             for batch in batches:
                 tokens = sum(len(records[i]["response"]) for i in batch)
-                loss = (
-                    sum(_policy_loss(policy, records[i], old[i], advantages[i], hyper) for i in batch)
-                    / tokens
-                )
+                errors = (response_values(critic, records[i]) - returns[i] for i in batch)
+                loss = sum((0.5 * error**2).sum() for error in errors) / tokens
                 losses.append(float(loss.detach()))
-                norms.append(_step(policy, policy_optimizer, loss, hyper.grad_clip))
-            row |= {"loss": _mean(losses), "grad_norm": _mean(norms)}
+                norms.append(_step(critic, critic_optimizer, loss, hyper.grad_clip))
+            row |= {"critic_loss": _mean(losses), "critic_grad_norm": _mean(norms)}
+
+            if step > hyper.warmup_steps:
+                losses, norms = [], []
+                for batch in batches:
+                    tokens = sum(len(records[i]["response"]) for i in batch)
+                    terms = (_policy_loss(policy, records[i], old[i], advantages[i], hyper) for i in batch)
+                    loss = sum(terms) / tokens
+                    losses.append(float(loss.detach()))
+                    norms.append(_step(policy, policy_optimizer, loss, hyper.grad_clip))
+                row |= {"loss": _mean(losses), "grad_norm": _mean(norms)}
         history.append(row)
         policies.append(copy.deepcopy(policy).eval())
     return history, policies

@@ -36,7 +36,8 @@ def test_a_run_that_is_killed_anywhere_trains_every_prompt_exactly_once(tmp_path
     assert [death.kill for death in result.deaths] == ["TRAINER", "TREE"]
     rank, tree = result.deaths
     # A rank's death is nothing that a run can survive by itself. The promise is an end within 15 s on a free machine,
-    # without a save (ADR 0023); test machines are noisy and run other jobs, so the test asserts no more than twice that.
+    # without a save (ADR 0023); test machines are noisy and run other jobs, so the test asserts no more than twice
+    # that.
     assert (rank.outcome, rank.num_ranks) == ("ended", 2)
     assert rank.exit_code not in (0, None)
     assert rank.ended_after_s is not None and rank.ended_after_s < 30

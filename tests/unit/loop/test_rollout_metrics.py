@@ -32,6 +32,7 @@ def test_metrics_of_two_groups() -> None:
         "train/mean_prompt_length": 2.5,
         "train/mean_gen_tokens_per_sample": 4.0,
         "train/max_gen_tokens_per_sample": 5.0,
+        "train/min_gen_tokens_per_sample": 3.0,
         "train/total_num_tokens": 2 * (2 + 3) + 2 * (3 + 5),
         "train/truncation_rate": 0.5,
         "train/natural_termination_rate": 0.5,

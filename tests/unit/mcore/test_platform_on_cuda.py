@@ -1,6 +1,7 @@
 """What `platform.install` touches where there is a GPU. Megatron-Core is pretended here, and so is the GPU.
 
-A real GPU has not run it; what this shows is that the CPU's patches stay away and which three answers do not (ADR 0022).
+A real GPU has not run it; what this shows is that the CPU's patches stay away, and which three answers do not (ADR
+0022).
 """
 
 from __future__ import annotations
