@@ -30,9 +30,9 @@ class Hyper:
     minibatch_size: int
     grad_clip: float
     warmup_steps: int
-    epochs: int
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
+    epochs: int = 1
 
 
 class Critic(torch.nn.Module):
