@@ -196,13 +196,12 @@ def test_a_blocked_event_loop_does_not_beat(tmp_path: Path, monkeypatch: pytest.
         return {}
 
     async def scenario() -> None:
-        beating = asyncio.create_task(Heartbeat(tmp_path / "beats" / "x.json", describe=count).run())
-        while beats < 3:
-            await asyncio.sleep(0.001)
-        before = beats
-        time.sleep(0.1)
-        assert beats == before
-        beating.cancel()
+        async with Heartbeat(tmp_path / "beats" / "x.json", describe=count).running():
+            while beats < 3:
+                await asyncio.sleep(0.001)
+            before = beats
+            time.sleep(0.1)
+            assert beats == before
 
     asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
 
