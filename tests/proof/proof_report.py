@@ -187,8 +187,8 @@ def _long(done: Done) -> str:
     ]
     return (
         f"## Seeds of the variant with long responses\n\n{_provenance(done)}\n\n`megatron_40step_long`: responses of "
-        f"64 to 128 tokens, in-flight weight updates. **{passed} of {len(done)} seeds pass every gate** (all must). "
-        f"Columns as above.\n\n{table(SEED_COLUMNS, rows)}{_mishaps(done)}"
+        f"64 to 128 tokens on average, in-flight weight updates. **{passed} of {len(done)} seeds pass every gate** "
+        f"(all must). Columns as above.\n\n{table(SEED_COLUMNS, rows)}{_mishaps(done)}"
     )
 
 
