@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from megatron_ppo.loop.async_ppo import train
 from megatron_ppo.protocol.errors import GroupMismatchError, PartDiedError, WaitTimeoutError
 from megatron_ppo.testing.fakes import make_group
 from tests.contract import group_source
 from tests.contract.group_source import GENERATIONS, PROMPTS, SCHEDULE
+from tests.unit.loop.fake_run import fake_run, loop_settings
 
 if TYPE_CHECKING:
     from megatron_ppo.ray_actors.rank0 import RayGroupSource, Supervisor
@@ -216,16 +218,20 @@ def replay(cluster: Path) -> Iterator[Any]:
     import ray
 
     from megatron_ppo.ray_actors.replay_actor import ReplayActor
+    from megatron_ppo.telemetry.run_dir import RunDirectory
 
+    directory = RunDirectory(path=cluster)
     actor = ReplayActor.remote(
         schedule=SCHEDULE,
         num_prompts_per_step=PROMPTS,
         num_generations_per_prompt=GENERATIONS,
         log_path=str(cluster / "replay.log"),
-        heartbeat_path=str(cluster / "replay.log") + ".beat",
+        ledger_path=str(directory.ledger_path),
+        heartbeat_path=str(directory.heartbeat_path("replay_buffer")),
     )
     yield actor
     ray.kill(actor)
+    directory.ledger_path.unlink()  # the next buffer begins a run of its own
 
 
 def source_over(replay: Any, supervisor: Supervisor, *, groups_timeout_s: float = CALL_S) -> RayGroupSource:
@@ -239,12 +245,12 @@ def source_over(replay: Any, supervisor: Supervisor, *, groups_timeout_s: float 
     )
 
 
-def fill(replay: Any, version: int, *, limit: int = 1000) -> None:
-    """What a collector does, at once."""
+def fill(replay: Any, version: int, *, limit: int = 1000, finished: int | None = None) -> None:
+    """What a collector does, at once; of the groups that it begins it finishes the first `finished`, or all."""
     import ray
 
     slots = ray.get(replay.reserve.remote(limit=limit, timeout_s=0.0), timeout=CALL_S)
-    for slot in slots:
+    for slot in slots[:finished]:
         group = make_group(
             ordinal=slot.ordinal,
             target_step=slot.target_step,
@@ -267,15 +273,37 @@ def test_the_source_over_ray_keeps_the_contract_of_group_sources(
     check(subject)
 
 
-def test_a_take_that_waits_too_long_says_what_is_missing(replay: Any, supervisor: Supervisor) -> None:
+def test_a_take_that_waits_too_long_says_what_is_missing_who_lives_and_where_it_waited(
+    replay: Any, supervisor: Supervisor, cluster: Path
+) -> None:
+    """As a run ends that gets no groups: the real loop, source, buffer, ledger and signs of life."""
+    from megatron_ppo.app.diagnosis import explain
+    from megatron_ppo.telemetry.run_dir import RunDirectory
+
     source = source_over(replay, supervisor, groups_timeout_s=3.0)
-    source.open(step=0, frontier=SCHEDULE.frontier(0))
-    fill(replay, 0, limit=1)
+
+    class OneGroupOnly:
+        take = source.take
+
+        def open(self, *, step: int, frontier: int) -> None:
+            source.open(step=step, frontier=frontier)
+            fill(replay, 0, limit=PROMPTS, finished=1)
+
+    supervisor.watch({replay.watch.remote(): "the replay buffer"})
+    directory = RunDirectory(path=cluster)
+    parts = (
+        fake_run(SCHEDULE).but(groups=OneGroupOnly(), explain=lambda error: explain(error, directory)).parts
+    )
     with pytest.raises(WaitTimeoutError) as caught:
-        source.take(target_step=0)
+        train(loop_settings(SCHEDULE), SCHEDULE, parts)
     assert "step 1 has no complete set of groups after" in str(caught.value)
     assert "cluster.groups_timeout_s is 3" in str(caught.value)
     assert f"step 0 has 1 of {PROMPTS} groups" in str(caught.value)
+    [note] = caught.value.__notes__
+    assert "replay_buffer: process" in note
+    prompts = [line for line in note.splitlines() if line.startswith("  ordinal ")]
+    assert len(prompts) == PROMPTS and "committed" in prompts[0] and "dispatched" in prompts[1]
+    assert "in take" in note and "in _poll" in note.partition("stack of the wait:")[2]
 
 
 def test_a_collector_that_reported_its_death_ends_a_waiting_take(replay: Any, supervisor: Supervisor) -> None:

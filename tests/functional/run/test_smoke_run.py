@@ -13,6 +13,8 @@ from launcher import Launched, final_history
 pytestmark = [pytest.mark.megatron, pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(400)]
 
 STEPS, GROUPS, SAMPLES = 5, 8, 4
+SECRETS = {name: f"canary-{name}-3f9c1d7e" for name in ("HF_TOKEN", "WANDB_API_KEY")}
+"""As users give them: in the environment."""
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +24,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
         "algorithm.ppo_epochs=4", "algorithm.train_global_batch_size=8", "telemetry.record_trajectories=true",
         "gates.age_in_versions.steps=[1,5]",
     ]  # fmt: skip
-    launched = Launched(tmp_path_factory.mktemp("smoke") / "run", words)
+    launched = Launched(tmp_path_factory.mktemp("smoke") / "run", words, env=SECRETS)
     try:
         code = launched.wait()
         assert code == 0, launched.output + launched.log_tails()
@@ -66,6 +68,21 @@ def test_the_run_directory_holds_everything_that_is_promised(job: Launched) -> N
     assert {"layers", "attention", "optimizer"} <= manifest["kernels"]["policy"].keys()
     assert "the policy runs on layers: " in (job.run_dir / "logs" / "trainer_rank_0.log").read_text()
     assert [row["step"] for row in job.rows()] == list(range(STEPS + 1))
+
+
+def test_no_secret_of_the_environment_is_in_any_file_of_the_run_or_on_the_terminal(job: Launched) -> None:
+    files = [path for path in job.base.rglob("*") if path.is_file()]
+    read = {path.relative_to(job.run_dir).parts[0] for path in files if job.run_dir in path.parents}
+    assert {"logs", "events", "heartbeats", "checkpoints", "config.yaml", "run.json"} <= read
+    assert any("ray" in path.parts for path in files), "Ray's own logs are part of it"
+    holders = [
+        f"{name} is in {path}"
+        for path in files
+        for name, secret in SECRETS.items()
+        if secret.encode() in path.read_bytes()
+    ]
+    assert holders == []
+    assert "canary-" not in job.output
 
 
 def test_frozen_steps_train_the_critic_only_and_publish_nothing(job: Launched) -> None:
