@@ -6,7 +6,8 @@
 
 Two trainer ranks (tp1: two copies of the model) hold the real Megatron policy, real vLLM engines in their actors
 receive; `2x1` are two engines of one worker each. Everything is measured in turn in one run, so that all of it meets
-the same machine. CPU only: the raw broadcast is gloo's. Exit code 1 when a median misses its bound.
+the same machine. CPU only: the raw broadcast is gloo's. Exit code 1 when a median, or the sender's peak, misses its
+bound.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.peak_memory import peak_bytes
+from benchmarks.peak_memory import broadcasts_release_at_once, peak_bytes
 from benchmarks.raw_broadcast import SENDER, buffers, gloo_group, raw_broadcast
 from benchmarks.refit_group import BaselineGroup
 from benchmarks.report import OUTPUT, machine, save, show_machine, show_table
@@ -40,6 +41,7 @@ from megatron_ppo.data.tasks import build_task
 from megatron_ppo.mcore.parallel import ParallelContext, distributed_runtime
 from megatron_ppo.mcore.policy import MegatronPolicy
 from megatron_ppo.mcore.settings import OptimizerSettings, SchedulerSettings
+from megatron_ppo.protocol.weights import largest_layer_bytes
 from megatron_ppo.ray_actors.cluster import start_local_cluster
 from megatron_ppo.refit.agreement import agreement_over
 from megatron_ppo.refit.broadcast import BroadcastRefit
@@ -103,10 +105,13 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """`measure` times everything once, in turn; `peak_bytes` is what the sender allocates in a refit."""
+    """`measure` times everything once, in turn; `peak_bytes` is what the sender allocates in a refit, at most
+    `peak_bound_bytes`: the staging memory and one layer.
+    """
 
     measure: Callable[[], Rounds]
     peak_bytes: Callable[[], int]
+    peak_bound_bytes: int
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -207,7 +212,11 @@ def _measure_engines(job: Job, engines: str) -> dict[str, dict[str, Any]]:
                 rounds = [case.measure() for _ in range(_UNMEASURED + job.options.repeats)][_UNMEASURED:]
                 peak = case.peak_bytes()
             if group is not None:
-                results[row] = {**_summary(rounds), "peak_bytes": peak}
+                results[row] = {
+                    **_summary(rounds),
+                    "peak_bytes": peak,
+                    "peak_bound_bytes": case.peak_bound_bytes,
+                }
     return results
 
 
@@ -261,7 +270,20 @@ def _case(job: Job, layout: dict[str, int], group: BaselineGroup | None) -> Iter
             dist.barrier()
             return found
 
-        yield Case(measure=measure, peak_bytes=lambda: peak_bytes(lambda: refit.push(version=next(versions))))
+        metadata = policy.weight_metadata()
+
+        def peak() -> int:
+            """With the one tensor that gloo's thread may hold a moment longer than the recorder is shown."""
+            with broadcasts_release_at_once():
+                recorded = peak_bytes(lambda: refit.push(version=next(versions)))
+            late = max(meta.num_bytes for meta in metadata) if layout else 0
+            return recorded + late
+
+        yield Case(
+            measure=measure,
+            peak_bytes=peak,
+            peak_bound_bytes=job.staging_bytes + largest_layer_bytes(metadata),
+        )
 
 
 def _policy(job: Job, layout: dict[str, int]) -> MegatronPolicy:
@@ -372,23 +394,26 @@ def _report(job: Job, results: dict[str, dict[str, Any]]) -> int:
             "refit, s",
             "raw / transport",
             "refit / (raw + reload)",
-            "sender's peak, MiB",
+            "sender's peak (bound), MiB",
         ],
         [_row(name, result) for name, result in results.items()],
     )
     missed = [
         name
         for name, result in results.items()
-        if job.name == BOUND_FOR
-        and (
-            result["median"]["transport_ratio"] < TRANSFER_BOUND
-            or result["median"]["refit_ratio"] > REFIT_BOUND
+        if result["peak_bytes"] > result["peak_bound_bytes"]
+        or (
+            job.name == BOUND_FOR
+            and (
+                result["median"]["transport_ratio"] < TRANSFER_BOUND
+                or result["median"]["refit_ratio"] > REFIT_BOUND
+            )
         )
     ]
     if missed:
         print(
             f"missed: {'; '.join(missed)} (raw / transport must be >= {TRANSFER_BOUND}, "
-            f"refit / (raw + reload) <= {REFIT_BOUND})"
+            f"refit / (raw + reload) <= {REFIT_BOUND}, the sender's peak <= staging + one layer)"
         )
     return 1 if missed else 0
 
@@ -400,7 +425,7 @@ def _row(name: str, result: dict[str, Any]) -> list[str]:
         name,
         *(f"{middle[key]:.2f}" for key in seconds),
         *(f"{middle[key]:.2f} ({fastest[key]:.2f})" for key in ("transport_ratio", "refit_ratio")),
-        f"{result['peak_bytes'] / 2**20:.0f}",
+        f"{result['peak_bytes'] / 2**20:.0f} ({result['peak_bound_bytes'] / 2**20:.0f})",
     ]
 
 

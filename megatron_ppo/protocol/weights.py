@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
 ALIGNMENT_BYTES = 16
 _ALONE_FROM_PART = 4
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -29,6 +31,16 @@ class TensorMeta:
     def num_bytes(self) -> int:
         """Size of the tensor's payload."""
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+def largest_layer_bytes(tensors: Sequence[TensorMeta]) -> int:
+    """Bytes of the largest decoder layer, or of the largest tensor outside of them, such as the embeddings."""
+    sizes: dict[str, int] = {}
+    for tensor in tensors:
+        match = _LAYER.search(tensor.name)
+        part = tensor.name if match is None else f"layer {match[1]}"
+        sizes[part] = sizes.get(part, 0) + tensor.num_bytes
+    return max(sizes.values(), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,10 @@ caller while bucket k + 1 arrives. Driven by `refit.broadcast` and `inference.wo
 
 Large tensors are sent from where they lie, small ones are packed into the sender's staging memory first.
 
-Invariant: while the source makes its next tensor, the sender holds `staging_bytes` and one tensor that travels; gloo's
-thread lets go of one more a moment after its broadcast. A tensor that is larger than a half of the staging memory
-travels in pieces. A receiver holds three buckets besides those whose views are in use.
+Invariant: the sender holds `staging_bytes` and, of what the source has made, at most one tensor that travels and the
+next one, which together are no larger than a layer (or than the largest tensor outside of the layers); gloo's thread
+lets go of one more a moment after its broadcast. A tensor that is larger than a half of the staging memory travels in
+pieces. A receiver holds three buckets besides those whose views are in use.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_ppo.protocol.weights import Bucket, TensorMeta, WeightManifest
+from megatron_ppo.protocol.weights import Bucket, TensorMeta, WeightManifest, largest_layer_bytes
 from megatron_ppo.transport.broadcast_group import BroadcastGroup, CheckPeers, PendingBroadcast
 from megatron_ppo.transport.buckets import next_tensor, pack_bucket, payload_of, views_of_bucket
 from megatron_ppo.transport.checksums import agree_on_checksums, checksums, publish_checksums
@@ -52,6 +53,8 @@ def send_stream(
     group.offer_manifest(manifest.digest(), check_peers=check_peers)
     in_flight: deque[PendingBroadcast] = deque()
     halves = _Halves(manifest, group.device)
+    layer_bytes = largest_layer_bytes(manifest.tensors)
+    travelling_bytes = 0  # of the tensor that was started last, if it keeps memory of its own
 
     def wait_for_all_but(count: int) -> None:
         while len(in_flight) > count:
@@ -59,10 +62,13 @@ def send_stream(
 
     for index, bucket in enumerate(manifest.buckets()):
         wait_for_all_but(1)  # what travels keeps its memory, and the source now needs some for the next
+        if travelling_bytes + max(meta.num_bytes for meta in bucket.tensors) > layer_bytes:
+            wait_for_all_but(0)  # embeddings or a head, beside which there is no room for another matrix
         if manifest.travels_alone(bucket.tensors[0]):
             payload = _payload(next_tensor(tensors, bucket.tensors[0]), group.device, halves)
         else:
             payload = pack_bucket(bucket, tensors, halves.next())
+        travelling_bytes = 0 if halves.owns(payload) else payload.numel()
         _publish_checksums(group, manifest, index, bucket, payload)
         for piece in torch.split(payload, manifest.bucket_bytes):
             wait_for_all_but(1)
@@ -137,6 +143,10 @@ class _Halves:
     def hold(self, tensor: Tensor) -> bool:
         """Whether a half is large enough for the tensor."""
         return bool(self._buffers) and tensor.nbytes <= self._buffers[0].numel()
+
+    def owns(self, payload: Tensor) -> bool:
+        """Whether it lies in one of the halves."""
+        return any(payload.data_ptr() == buffer.data_ptr() for buffer in self._buffers)
 
     def next(self) -> Tensor:
         """The half that has been idle longest."""

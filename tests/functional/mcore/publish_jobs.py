@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -11,31 +10,19 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.peak_memory import peak_bytes
+from benchmarks.peak_memory import broadcasts_release_at_once, peak_bytes
 from megatron_ppo.mcore import weight_export
 from megatron_ppo.mcore.host_memory import SharedParameters, share_parameters
 from megatron_ppo.mcore.policy import MegatronPolicy
 from megatron_ppo.mcore.weight_export import export_hf_weights
+from megatron_ppo.protocol.weights import largest_layer_bytes
 from megatron_ppo.refit.agreement import agreement_over
 from megatron_ppo.refit.broadcast import BroadcastRefit
-from megatron_ppo.transport.broadcast_group import BroadcastStore, PendingBroadcast
+from megatron_ppo.transport.broadcast_group import BroadcastStore
 from tests.functional.mcore.jobs import Layout, context, random_batch, settings
 from tests.functional.mcore.receiver_process import ReceiverFleet, receiver_process, tensor_hash
 
 TIMEOUT_S = 60.0
-
-_wait = PendingBroadcast.wait
-
-
-def _waits_for_release(self: PendingBroadcast, **kwargs: Any) -> Tensor:
-    """As `PendingBroadcast.wait`, but gloo's thread has let go of the buffer: what is freed there is not recorded."""
-    buffer = _wait(self, **kwargs)
-    self._work = None  # holds the buffer as well
-    deadline = time.monotonic() + TIMEOUT_S
-    while buffer._use_count() > 1:
-        assert time.monotonic() < deadline, "gloo still holds a buffer of a broadcast that has ended"
-        time.sleep(0.0005)
-    return buffer
 
 
 def publish(
@@ -49,8 +36,8 @@ def publish(
     **changes: Any,
 ) -> dict[str, Any]:
     """Publishes, trains, publishes again. From rank 0: what arrived, what should have, and the peak of memory that
-    the second publish allocated; beside it the peak of gathering the whole model at once, and of each gathering
-    whether rank 0 read the other ranks' memory.
+    the second publish allocated; beside it the peak of gathering the whole model at once, of each gathering whether
+    rank 0 read the other ranks' memory, and the sizes of the largest layer and tensor.
 
     Args:
         by_sockets: as between hosts, where it cannot.
@@ -81,7 +68,7 @@ def publish(
         stack.callback(refit.close)
         refit.push(version=0)
         policy.update([random_batch()])
-        with mock.patch.object(PendingBroadcast, "wait", _waits_for_release):
+        with broadcasts_release_at_once():
             peak = peak_bytes(lambda: refit.push(version=1))
         whole = peak_bytes(lambda: list(policy.full_weights()))
         # What the publish must have done by itself.
@@ -97,4 +84,6 @@ def publish(
             "received": fleet.hashes if fleet else None,
             "peak_bytes": peak,
             "whole_bytes": whole,
+            "layer_bytes": largest_layer_bytes(policy.weight_metadata()),
+            "tensor_bytes": max(meta.num_bytes for meta in policy.weight_metadata()),
         }

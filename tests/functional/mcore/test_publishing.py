@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import safe_open
 
 from tests.functional.mcore.test_layouts import CP2, OVERLAP, PP2, SP, TP2, VPP2
 from tests.functional.worker_group import WorkerGroup
@@ -58,17 +56,6 @@ ROWS: dict[str, Row] = {
 }
 
 
-def _layer_bytes(folder: Path) -> int:
-    """Bytes of the largest of: a decoder layer, the embeddings, the head."""
-    sizes: dict[str, int] = {}
-    with safe_open(folder / "model.safetensors", framework="pt") as opened:
-        names = opened.keys()
-        for name in names:
-            layer = name.split(".")[2] if ".layers." in name else name
-            sizes[layer] = sizes.get(layer, 0) + 4 * prod(opened.get_slice(name).get_shape())
-    return max(sizes.values())
-
-
 # Ranks of other hosts cannot read each other's memory; the layouts that have something to send, each once.
 BY_SOCKETS = [
     "tp2 sp, two receivers, padded vocabulary",
@@ -85,11 +72,10 @@ def test_every_layout_publishes_bit_by_bit_within_one_bucket_and_one_layer(
     workers: WorkerGroup, tiny_model: Callable[[str], Path], row: str, by_sockets: bool
 ) -> None:
     trainer = ROWS[row]
-    folder = tiny_model(trainer.model)
     results = workers.run(
         PUBLISH,
         world_size=trainer.world_size,
-        folder=str(folder),
+        folder=str(tiny_model(trainer.model)),
         layout=trainer.layout,
         receivers=trainer.receivers,
         staging_bytes=STAGING_BYTES,
@@ -100,8 +86,11 @@ def test_every_layout_publishes_bit_by_bit_within_one_bucket_and_one_layer(
     sender: dict[str, Any] = results[0]
     assert sender["reads"] == ([] if trainer.world_size == 1 else [not by_sockets] * 3)
     assert json.dumps(sender["received"]) == json.dumps([sender["expected"]] * trainer.receivers)
-    bound = STAGING_BYTES + _layer_bytes(folder) + SMALL_BYTES
-    peaks = [result["peak_bytes"] for result in results]
+    bound = STAGING_BYTES + sender["layer_bytes"] + SMALL_BYTES
+    # One tensor more: gloo's thread lets go of what has travelled a moment later than is measured. By sockets the bound
+    # holds for all but that moment, since the shards of the other ranks are there besides.
+    late = 0 if by_sockets else sender["tensor_bytes"]
+    peaks = [result["peak_bytes"] + late for result in results]
     assert max(peaks) <= bound, f"peaks of the ranks {peaks}, staging and one layer {bound}"
     assert sender["peak_bytes"] > SMALL_BYTES, "nothing was measured"
     if trainer.model == "qwen2_deep" and ("tp2" in row or "pp2" in row):

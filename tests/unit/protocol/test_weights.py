@@ -13,6 +13,7 @@ from megatron_ppo.protocol.weights import (
     DTYPE_BYTES,
     TensorMeta,
     WeightManifest,
+    largest_layer_bytes,
 )
 
 _metas = st.builds(
@@ -67,6 +68,18 @@ def test_bytes_of_a_tensor_count_its_dtype():
     assert TensorMeta(name="w", shape=(3, 5), dtype="float32").num_bytes == 60
     assert TensorMeta(name="w", shape=(3, 5), dtype="bfloat16").num_bytes == 30
     assert TensorMeta(name="scalar", shape=(), dtype="float16").num_bytes == 2
+
+
+def test_the_largest_layer_may_be_one_of_the_decoder_or_a_tensor_outside_of_it():
+    def meta(name: str, size: int) -> TensorMeta:
+        return TensorMeta(name=name, shape=(size,), dtype="float32")
+
+    layers = [
+        meta(f"model.layers.{layer}.{part}", size) for layer, size in ((1, 5), (11, 7)) for part in "ab"
+    ]
+    assert largest_layer_bytes([meta("model.embed", 13), *layers]) == 2 * 7 * 4
+    assert largest_layer_bytes([*layers, meta("model.norm", 15), meta("lm_head", 16)]) == 16 * 4
+    assert largest_layer_bytes([]) == 0
 
 
 def test_known_buckets_of_a_small_manifest():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -11,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.peak_memory import broadcasts_release_at_once
 from megatron_ppo.protocol.errors import RefitError, WaitTimeoutError
+from megatron_ppo.protocol.weights import largest_layer_bytes
 from megatron_ppo.transport.broadcast_group import BroadcastGroup, BroadcastStore, PendingBroadcast
 from megatron_ppo.transport.streams import broadcast_sizes, manifest_for, receive_stream, send_stream
 from tests.weight_metadata import tensor_meta
@@ -128,6 +131,57 @@ def test_two_buffers_travel_at_once_small_tensors_from_staging_and_large_ones_fr
     assert len(travelled - in_place) == 2, (
         "a and b, c and d, transposed: in the two halves of the staging memory"
     )
+
+
+# Layers of 4400 bytes, whose matrices travel alone, between an embedding and a head that are larger than them.
+LAYERS = {
+    "model.embed": (1500,),
+    **{
+        f"model.layers.{n}.{part}": (size,)
+        for n in range(3)
+        for part, size in (("norm", 50), ("up", 350), ("down", 700))
+    },
+    "lm_head": (1600,),
+}
+
+
+@pytest.mark.parametrize("head", [(1600,), (10,)], ids=["large_head", "small_head"])
+@pytest.mark.parametrize("embedding", [(1500,), (10,)], ids=["large_embedding", "small_embedding"])
+def test_what_travels_and_what_is_made_next_are_no_larger_than_a_layer(
+    embedding: tuple[int], head: tuple[int]
+):
+    shapes = LAYERS | {"model.embed": embedding, "lm_head": head}
+    manifest = manifest_for(
+        tuple(tensor_meta(name, torch.empty(shape)) for name, shape in shapes.items()),
+        staging_bytes=STAGING_BYTES,
+    )
+    held: list[int] = []
+
+    def made() -> Iterator[Tensor]:
+        sources: list[tuple[weakref.ref[object], int]] = []
+        for shape in shapes.values():
+            tensor = torch.ones(shape)
+            # What the sender alone still refers to; a view of it keeps the storage.
+            held.append(tensor.nbytes + sum(size for storage, size in sources if storage() is not None))
+            sources.append((weakref.ref(tensor.untyped_storage()), tensor.nbytes))
+            yield tensor
+            del tensor
+
+    def receive(group: BroadcastGroup) -> None:
+        for _ in receive_stream(group, manifest):
+            pass
+
+    def send(group: BroadcastGroup) -> None:
+        with broadcasts_release_at_once():
+            send_stream(group, manifest, made())
+
+    sender, receiver = _members(send, [receive])
+    sender.result()
+    receiver.result()
+    assert len(held) == len(shapes)
+    assert max(held) <= largest_layer_bytes(manifest.tensors), held
+    # Beside small embeddings there is room for two matrices, and they do travel side by side.
+    assert max(held[2:-1]) > 2800
 
 
 def test_the_next_bucket_arrives_while_one_is_used():
