@@ -122,8 +122,8 @@ def with_stored_head(*, folder: str, copy: str, same: bool) -> None:
 
 
 def random_batch(*, rows: int = 8, width: int = 14, seed: int = 1, vocab: int = 61) -> TrainBatch:
-    """Prompts of 4 tokens, responses of 3 to `width` - 4; old log-probs and the rest are plausible
-    numbers.
+    """Prompts of 4 tokens, responses of 3 to `width` - 4; old log-probs, those of the reference and the rest are
+    plausible numbers. Every third reward is 0, so that not all sequences are positive examples.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -142,13 +142,14 @@ def random_batch(*, rows: int = 8, width: int = 14, seed: int = 1, vocab: int = 
         # One sequence is excluded from every loss.
         sample_mask_B=torch.arange(rows) != 2,
         generation_logprobs_BT=torch.where(mask, old + noise(0.1), 0.0),
-        reward_B=torch.rand(rows, generator=generator),
+        reward_B=torch.rand(rows, generator=generator) * (torch.arange(rows) % 3 > 0),
         truncated_B=torch.zeros(rows, dtype=torch.bool),
         ordinal_B=torch.arange(rows) + 100,
         old_logprobs_BT=old,
         values_BT=torch.where(mask, noise(0.2), 0.0),
         advantages_BT=torch.where(mask, noise(1.0), 0.0),
         returns_BT=torch.where(mask, noise(0.5), 0.0),
+        ref_logprobs_BT=torch.where(mask, old + noise(0.2), 0.0),
     )
 
 
@@ -179,7 +180,7 @@ def settings(folder: str, **changes: Any) -> dict[str, Any]:
 def build(
     kind: str, folder: str, parallel: ParallelContext, **changes: Any
 ) -> MegatronPolicy | MegatronCritic:
-    """The policy (with a KL term, so that every loss term is on) or the critic."""
+    """The policy or the critic; `changes` are further constructor arguments, such as `loss` or `value_loss`."""
     if kind == "critic":
         return MegatronCritic(parallel=parallel, **settings(folder, **changes))
     return MegatronPolicy(parallel=parallel, **settings(folder, **changes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from megatron_ppo.data.microbatch_plan import TokenBudget
 from megatron_ppo.mcore.settings import RecomputeSettings
+from megatron_ppo.numerics.loss_settings import PolicyLossSettings, ValueLossSettings
 from tests.functional.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.megatron
@@ -92,6 +94,14 @@ TABLE: dict[str, Row] = {
     ),
     "cp2_overlap": Row(layout=CP2, changes=OVERLAP),
     "cp4": Row(layout={"context_parallel_size": 4}, world_size=4),
+    # Two key/value heads: the last two ranks have nothing but zeros.
+    "tp4": Row(layout={"tensor_model_parallel_size": 4}, world_size=4),
+    "tp4_sp_three_kv": Row(
+        layout={"tensor_model_parallel_size": 4} | SP, world_size=4, model="qwen2_three_kv"
+    ),
+    "dp4": Row(world_size=4),
+    "dp4_packed_overlap": Row(world_size=4, changes=PACKED | OVERLAP),
+    "experts_ep4": Row(layout={"expert_model_parallel_size": 4}, world_size=4, model="qwen3_moe_deep"),
     # Stages between the first and the last, which share an embedding.
     "pp4": Row(layout={"pipeline_model_parallel_size": 4}, world_size=4, model="qwen3_deep"),
     "pp4_vpp2": Row(
@@ -135,9 +145,11 @@ RELATIVE = 1e-5
 # Adam divides by the root of the second moment, so where the true gradient is 0 (key biases) it amplifies
 # rounding to the size of the learning rate, 1e-4: three such steps may differ by a small part of it.
 PARAMETER_ABSOLUTE = 1e-6
-# Of the largest entry of all gradients: each is a sum of thousands of terms, and where the true one is 0 (key biases)
-# nothing but rounding is left. Adam makes small gradients count as much as large ones, in the parameters below.
+# Of the norm of each tensor's gradient.
 GRADIENT_RELATIVE = 1e-5
+# Of the norm of all gradients; counts instead of the tensor's own norm where that is smaller. Where the true gradient
+# is 0 (key biases: a constant added to all scores of a query changes no softmax) nothing but rounding is left.
+GRADIENT_FLOOR = 1e-2
 # Values are read after the steps and sum over the whole network.
 VALUE_RELATIVE = 1e-4
 
@@ -152,10 +164,13 @@ def assert_same_training(seen: dict[str, Any], expected: dict[str, Any], prefix:
                 continue
             # Divergences are differences of near-equal numbers, hence the absolute part.
             assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-6), f"{name} of step {step}"
-    scale = max(float(tensor.abs().max()) for tensor in expected["gradients"].values())
+    floor = GRADIENT_FLOOR * math.sqrt(
+        sum(float(g.float().norm()) ** 2 for g in expected["gradients"].values())
+    )
     for name, tensor in expected["gradients"].items():
-        difference = float((seen["gradients"][name] - tensor).abs().max())
-        assert difference <= GRADIENT_RELATIVE * scale, f"gradient of {name}"
+        difference = float((seen["gradients"][name].float() - tensor.float()).norm())
+        allowed = GRADIENT_RELATIVE * max(float(tensor.float().norm()), floor)
+        assert difference <= allowed, f"gradient of {name}: {difference} > {allowed}"
     torch.testing.assert_close(seen["scores_before"], expected["scores_before"], rtol=0.0, atol=1e-5)
     for name, tensor in expected["parameters"].items():
         torch.testing.assert_close(
@@ -192,6 +207,64 @@ def test_a_layout_trains_like_one_process(
         assert rank["metrics"] == ranks[0]["metrics"]
         assert torch.equal(rank["scores"], ranks[0]["scores"])
         assert rank["hash"] == ranks[0]["hash"]
+
+
+# Terms and normalisations that the rows above leave off, with metrics that would be 0, or absent, if they did nothing.
+TERMS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "every_term_per_token": (
+        "policy",
+        {
+            "loss": PolicyLossSettings(
+                ratio_clip_c=1.5,
+                truncated_importance_sampling_type="icepop",
+                truncated_importance_sampling_ratio=1.1,
+                truncated_importance_sampling_ratio_min=0.9,
+                reference_policy_kl_penalty=0.3,
+                positive_example_nll_weight=0.2,
+            )
+        },
+        ("train/kl_penalty", "train/positive_nll_loss", "train/is_oob_ratio", "train/clip_fraction"),
+    ),
+    "every_term_per_sequence": (
+        "policy",
+        {
+            "loss": PolicyLossSettings(
+                token_level_loss=False,
+                sequence_level_importance_ratios=True,
+                reference_policy_kl_penalty=0.3,
+                use_on_policy_kl_approximation=True,
+                positive_example_nll_weight=0.2,
+            )
+        },
+        ("train/kl_penalty", "train/positive_nll_loss", "train/clip_fraction"),
+    ),
+    "clipped_values": (
+        "critic",
+        {"value_loss": ValueLossSettings(scale=0.5, cliprange=0.1)},
+        ("train/critic/vf_clipfrac",),
+    ),
+}
+
+
+@pytest.mark.parametrize("terms", TERMS)
+def test_every_term_of_every_loss_is_normalised_by_the_counts_of_the_whole_minibatch(
+    workers: WorkerGroup, tiny_model: Callable[[str], Path], terms: str
+) -> None:
+    # Sequences of 7 to 14 tokens, one of them excluded, some without reward: every rank and every microbatch has other
+    # numbers of tokens, sequences and positive examples than the whole.
+    kind, changes, alive = TERMS[terms]
+    job, arguments = JOBS + "train", {"kind": kind, "folder": str(tiny_model("qwen2")), **changes}
+    expected = workers.run_alone(job, layout={}, train_micro_batch_size=8, **arguments)
+    for name in alive:
+        assert all(metrics[name] != 0.0 for metrics in expected["metrics"]), name
+    prefix = "train" if kind == "policy" else "train/critic"
+    assert_same_training(
+        workers.run_alone(job, layout={}, train_micro_batch_size=3, **arguments), expected, prefix
+    )
+    for layout in ("dp2", "cp2_packed"):
+        row = TABLE[layout]
+        for seen in workers.run(job, layout=row.layout, **arguments, **row.changes):
+            assert_same_training(seen, expected, prefix)
 
 
 @pytest.mark.parametrize("layout", ["tp2_sp", "pp2", "cp2"])
