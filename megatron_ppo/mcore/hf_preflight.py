@@ -181,7 +181,7 @@ def check_vocabulary(folder: Path, vocab_size: int) -> None:
     """Every id of the folder's tokenizer must have a row in the embedding.
 
     Read from tokenizer.json, or where that is absent from the older formats' files: vocab.json, tokenizer.model
-    (SentencePiece or tiktoken) and the ids added to either. A folder without any of them passes; the run then finds no
+    (SentencePiece or tiktoken) and the ids added to either. A folder without any of them passes: the run then finds no
     tokenizer.
 
     Raises: ConfigError with the largest id, or for a file that cannot be read.

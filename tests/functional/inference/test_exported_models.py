@@ -53,6 +53,7 @@ class FileSource:
         pytest.param("qwen2", TP2, ["--tensor-parallel=2"], id="untied_tp2"),
         pytest.param("qwen3", PP2, ["--pipeline-parallel=2"], id="tied_pp2"),
         pytest.param("qwen3_moe", EP2, ["--expert-parallel=2"], id="experts_ep2"),
+        pytest.param("llama3_rope", TP2, ["--pipeline-parallel=2"], id="scaled_rope_tp2"),
     ],
 )
 def test_the_exported_checkpoint_of_a_run_is_the_same_model_in_trainer_transformers_and_vllm(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -13,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ppo.loop.checkpoint_folder import FORMAT_VERSION, INFO_FILE, CheckpointFolder, Retention
 from megatron_ppo.mcore import checkpoint as checkpoint_module
 from megatron_ppo.mcore import platform
-from megatron_ppo.mcore.checkpoint import ModelCheckpoints, load_models, load_weights, save_models
+from megatron_ppo.mcore.checkpoint import SUBFOLDER, ModelCheckpoints, load_models, load_weights, save_models
 from megatron_ppo.mcore.critic import MegatronCritic
 from megatron_ppo.mcore.parallel import ParallelContext, distributed_runtime
 from megatron_ppo.mcore.policy import MegatronPolicy
+from megatron_ppo.mcore.settings import OptimizerSettings, SchedulerSettings
 from megatron_ppo.protocol.errors import CheckpointError, ConfigError
 from tests.functional.mcore.jobs import (
     SHAPE,
@@ -307,6 +310,41 @@ def resume_without(*, folder: str, checkpoint: str, handling: str) -> dict[str, 
     finally:
         for module, name, original in originals:
             setattr(module, name, original)
+
+
+def leave_critic(*, folder: str, run: str, value: float) -> None:
+    """Train a critic until its values are near `value`, and save it as step 1 of a run, as a run saves one."""
+    with distributed_runtime(timeout_s=60.0):
+        models = pair(folder, {})
+        critic = MegatronCritic(
+            parallel=ParallelContext.create(timeout_s=60.0),
+            **settings(
+                folder,
+                optimizer=OptimizerSettings(lr=1e-2),
+                scheduler=SchedulerSettings(lr_decay_steps=100),
+                train_micro_batch_size=8,
+            ),
+        )
+        models["critic"] = critic
+        for step in range(40):
+            batch = random_batch(seed=step)
+            returns_BT = torch.where(batch.response_mask_BT, value, 0.0)
+            critic.update([batch.replace(returns_BT=returns_BT)])
+        checkpoints = CheckpointFolder(Path(run) / "checkpoints")
+        checkpoints.begin(1)
+        save_models(checkpoints.temporary(1) / SUBFOLDER, models)
+        info = {
+            "format_version": FORMAT_VERSION,
+            "step": 1,
+            "weight_version": 0,
+            "identity": {},
+            "metric": None,
+            "metric_value": None,
+            "prompts": {},
+        }
+        (checkpoints.temporary(1) / INFO_FILE).write_text(json.dumps(info))
+        checkpoints.seal(1)
+        checkpoints.publish(1, Retention(keep=1, keep_best=0, metric=None, higher_is_better=True))
 
 
 def warm_start(*, folder: str, checkpoint: str, layout: Layout, **changes: Any) -> dict[str, Any]:

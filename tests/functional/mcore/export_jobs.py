@@ -18,25 +18,26 @@ from megatron_ppo.app.export import ExportLayout, export, export_request
 from megatron_ppo.config.compose import compose_values
 from megatron_ppo.mcore.checkpoint import save_models
 from megatron_ppo.mcore.parallel import ParallelContext, distributed_runtime
+from megatron_ppo.mcore.settings import Precision
 from megatron_ppo.protocol.errors import MegatronPPOError
 from tests.functional.mcore import jobs
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "export_hf.py"
 
 
-def leave_run(*, folder: str, run: str, layout: jobs.Layout) -> dict[str, Any]:
+def leave_run(*, folder: str, run: str, layout: jobs.Layout, precision: Precision = "fp32") -> dict[str, Any]:
     """Train policy and critic once, save them as step 1 of a run; returns weights, log-probs and values."""
     path = Path(run)
     with distributed_runtime(timeout_s=60.0) as runtime:
         groups = [ParallelContext.create(**layout, timeout_s=60.0) for _ in range(2)]  # type: ignore[arg-type]
-        policy = jobs.build("policy", folder, groups[0])
-        critic = jobs.build("critic", folder, groups[1])
+        policy = jobs.build("policy", folder, groups[0], precision=precision)
+        critic = jobs.build("critic", folder, groups[1], precision=precision)
         batch = jobs.random_batch()
         policy.update([batch])
         critic.update([batch])
         if runtime.rank == 0:
             (path / "checkpoints" / "step_1").mkdir(parents=True)
-            _write_run_files(path, folder)
+            _write_run_files(path, folder, precision)
         torch.distributed.barrier()
         save_models(path / "checkpoints" / "step_1" / "models", {"policy": policy, "critic": critic})
         return {
@@ -47,8 +48,9 @@ def leave_run(*, folder: str, run: str, layout: jobs.Layout) -> dict[str, Any]:
         }
 
 
-def _write_run_files(run: Path, folder: str) -> None:
+def _write_run_files(run: Path, folder: str, precision: Precision) -> None:
     values = compose_values(["+experiment=cpu_smoke"])
+    values["policy"]["precision"] = values["critic"]["precision"] = precision
     values["policy"]["model"] = {"path": folder, "recipe": None}
     (run / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(values))))
     manifest = {
@@ -113,6 +115,22 @@ def exported_scores(*, folder: str, name: str) -> dict[str, Any]:
     missing = sorted(map(str, info["missing_keys"]))
     mask = batch.response_mask_BT[:, 1:]
     return {"scores": torch.where(mask, scores, 0.0), "tensors": tensors, "missing": missing}
+
+
+def bf16_mismatches(*, folder: str) -> list[str]:
+    """Names of the tensors that a bf16 policy which starts from the folder would publish with other bits."""
+    from safetensors.torch import load_file
+
+    files: dict[str, Tensor] = {}
+    for path in Path(folder).glob("*.safetensors"):
+        files |= load_file(path)
+    with jobs.context({}) as parallel:
+        policy = jobs.build("policy", folder, parallel, precision="bf16")
+        return [
+            name
+            for name, tensor in jobs.full_parameters(policy).items()
+            if not torch.equal(tensor, files[name])
+        ]
 
 
 def export_error(*, source: str, output: str) -> str:

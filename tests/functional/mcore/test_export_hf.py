@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.functional.worker_group import WorkerGroup
 
@@ -55,6 +56,29 @@ def test_a_checkpoint_of_any_layout_exports_to_the_same_model_in_transformers(
         torch.testing.assert_close(seen["scores"], trained[scores][:, 1:], rtol=0.0, atol=SCORES_ABSOLUTE)
         index = json.loads((tmp_path / name / "model.safetensors.index.json").read_text())
         assert len(set(index["weight_map"].values())) > 1
+
+
+def test_a_bf16_checkpoint_exports_the_weights_that_the_trainer_computes_with(
+    workers: WorkerGroup, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    run, folder = tmp_path / "run", tiny_model("llama3_rope")
+    trained = workers.run(JOBS + "leave_run", folder=str(folder), run=str(run), layout=TP2, precision="bf16")[
+        0
+    ]
+    for name in ("policy", "critic"):
+        output = tmp_path / name
+        export = {"source": str(run), "output": str(output), "name": name, "max_file_bytes": 100_000}
+        workers.run(JOBS + "export_model", **export, pipeline=2)
+        assert json.loads((output / "config.json").read_text())["dtype"] == "bfloat16"
+        tensors = {
+            key: tensor for path in output.glob("*.safetensors") for key, tensor in load_file(path).items()
+        }
+        assert tensors.keys() == trained[name].keys()
+        for key, tensor in trained[name].items():
+            assert tensors[key].dtype == tensor.dtype == torch.bfloat16
+            assert torch.equal(tensors[key], tensor), key
+    # The round trip: a trainer that starts from the folder computes with the same bits.
+    assert workers.run_alone(JOBS + "bf16_mismatches", folder=str(tmp_path / "policy")) == []
 
 
 def test_the_command_writes_a_folder_with_the_tokenizer_and_says_where(

@@ -110,11 +110,8 @@ class Launched:
         raise AssertionError(f"no trainer rank {rank}; tree:\n{self.describe()}")
 
     def rows(self) -> list[dict]:
-        """The rows of metrics.jsonl so far; a line that is being written is left out."""
-        path = self.run_dir / "metrics.jsonl"
-        if not path.exists():
-            return []
-        return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+        """See `metrics_of`."""
+        return metrics_of(self.run_dir)
 
     def wait_for(self, condition: Callable[[], bool], what: str, *, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -188,6 +185,14 @@ def _describe(process: psutil.Process) -> str:
         return f"{process.pid} {process.status()} {' '.join(process.cmdline())[:150]}"
     except psutil.Error as error:
         return f"{process.pid} {error}"
+
+
+def metrics_of(run_dir: Path) -> list[dict]:
+    """The rows of a run's metrics.jsonl so far; a line that is being written is left out."""
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
 def final_history(run_dir: Path) -> dict[int, list[dict]]:
