@@ -14,6 +14,7 @@ from pathlib import Path
 
 import yaml
 
+from megatron_ppo.app.companions import CONFIG_NAME, model_files_in
 from megatron_ppo.app.model_folder import model_folder
 from megatron_ppo.config.compose import validate
 from megatron_ppo.config.model_sections import ModelSource
@@ -59,7 +60,7 @@ def export_request(
     """Find everything that an export needs.
 
     Args:
-        source: a run directory, or one of its checkpoints (`.../checkpoints/step_20`).
+        source: a run directory, or a checkpoint (`.../checkpoints/step_20`), also one that was carried elsewhere.
         step: of the checkpoint to take from a run directory; None is the newest.
         base: folder of the initial model, if it is not where the run's configuration says.
     Raises: ConfigError naming the folder or option.
@@ -69,8 +70,8 @@ def export_request(
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"output folder {output} exists and is not empty; name another one")
     directory, checkpoint = _checkpoint(source, step)
-    config = _run_config(directory)
-    folder = base or _initial_folder(config, name)
+    config = _run_config(directory, checkpoint)
+    folder = base or _initial_folder(config, name, checkpoint)
     return ExportRequest(
         checkpoint=checkpoint,
         base=folder,
@@ -159,8 +160,9 @@ def _saved(directory: RunDirectory) -> Iterator[tuple[int, Path]]:
                 yield int(match[1]), folder
 
 
-def _run_config(directory: RunDirectory) -> RunConfig:
-    path = directory.config_path
+def _run_config(directory: RunDirectory, checkpoint: Path) -> RunConfig:
+    own = checkpoint / CONFIG_NAME
+    path = own if own.exists() else directory.config_path
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -170,10 +172,13 @@ def _run_config(directory: RunDirectory) -> RunConfig:
     return validate(values)
 
 
-def _initial_folder(config: RunConfig, name: str) -> Path:
+def _initial_folder(config: RunConfig, name: str, checkpoint: Path) -> Path:
     section = getattr(config, name)
     source = config.policy.model if section.model == ModelSource() else section.model
     if source.path is not None and not Path(source.path).is_dir():
+        kept = model_files_in(checkpoint, name)
+        if kept.is_dir():
+            return kept
         raise ConfigError(
             f"{name}.model.path: the run started from {source.path!r}, which is not there; name its folder with --base"
         )

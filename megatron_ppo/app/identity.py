@@ -30,6 +30,7 @@ def run_identity(
         "run.seed": Trait(
             value=str(config.run.seed), because="the order of prompts comes from it; start a new run"
         ),
+        **_step_traits(config),
         # Where the data lies and how it is named does not matter as long as it is the same data.
         "data": Trait(
             value=str(sorted(config.data.model_dump().items())),
@@ -65,6 +66,29 @@ def run_identity(
             refused=False,
         )
     return traits
+
+
+def _step_traits(config: RunConfig) -> dict[str, Trait]:
+    """What a step is made of: the buffer sorts restored groups by it, so that a change loses no prompt."""
+    algorithm, schedule = config.algorithm, config.schedule
+    return {
+        "schedule.max_trajectory_age_steps": Trait(
+            value=str(schedule.max_trajectory_age_steps),
+            because="saved groups that are older than it allows are generated again",
+            refused=False,
+        ),
+        "algorithm.num_prompts_per_step": Trait(
+            value=str(algorithm.num_prompts_per_step),
+            because="steps that hold saved groups are filled up, or their surplus is generated again",
+            refused=False,
+        ),
+        "algorithm.num_generations_per_prompt": Trait(
+            value=str(algorithm.num_generations_per_prompt),
+            # With saved groups of the other size it does not: the buffer refuses those.
+            because="unless groups of the other size are to be restored",
+            refused=False,
+        ),
+    }
 
 
 def _named(facts: ModelFacts) -> str:

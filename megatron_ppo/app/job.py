@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ppo.app.actors import RunActors, run_actors
+from megatron_ppo.app.companions import read_companions
 from megatron_ppo.app.determinism import check_determinism
 from megatron_ppo.app.diagnosis import diagnosis, explain, main_thread_stack
 from megatron_ppo.app.identity import run_identity
@@ -311,6 +312,8 @@ class _Job:
         verb = "continuing" if self.opened is not None and self.opened.resumed else "starting"
         again = f" (restart {restart_count()} of its launcher)" if restart_count() else ""
         self._say(f"{verb} {self.config.run.name} in {self.directory.path}{again}")
+        if self.opened is not None and self.opened.passed_over is not None:
+            self._say(f"warning: {self.opened.passed_over}")
         for warning in self.derived.warnings:
             self._say(f"warning: {warning}")
 
@@ -362,6 +365,7 @@ class _Job:
                     task=task,
                     actors=actors,
                     identity=self._identity(task, policy_folder, critic_folder),
+                    companions=self._companions(policy_folder, critic_folder),
                     stack=stack,
                     stages=self.stages,
                     interruptions=self.interruptions,
@@ -403,6 +407,16 @@ class _Job:
             )
 
         return self.rank_zero.run("the look at data and models", compute)
+
+    def _companions(self, policy_folder: Path, critic_folder: Path) -> dict[str, bytes]:
+        read: dict[str, bytes] = {}  # stays on rank 0, which writes it
+        self.rank_zero.run(
+            "the reading of what checkpoints get a copy of",
+            lambda: read.update(
+                read_companions(self.directory, policy_folder=policy_folder, critic_folder=critic_folder)
+            ),
+        )
+        return read
 
     def _task_kwargs(self, policy_folder: Path) -> dict[str, Any]:
         kwargs = self.config.data.kwargs()

@@ -70,7 +70,7 @@ class PartsBuilder:
     Attributes:
         control: gloo group of all ranks.   resumed: the run goes on from an earlier one.
         terminal: where rank 0 shows progress.   actors: on rank 0 only.
-        identity: what a checkpoint is compared by.
+        identity: what a checkpoint is compared by.   companions: what else it holds, on rank 0.
         stack: closes what the parts open.   stages: told what this rank is doing.
         interruptions: what ends the run between two steps.   explain: see `Parts`.
     """
@@ -86,6 +86,7 @@ class PartsBuilder:
     task: TaskSpec
     actors: RunActors | None
     identity: Mapping[str, Trait]
+    companions: Mapping[str, bytes]
     stack: contextlib.ExitStack
     stages: StageClock
     interruptions: Interruptions
@@ -296,6 +297,8 @@ class PartsBuilder:
             on_error=checkpoint.on_save_error,
             notify=notify,
             identity=self.identity,
+            companions=self.companions,
+            prompts_per_epoch=len(self.task.train),
             # Of a step that was cut off, the rest alone would be another batch.
             load_replay_buffer=checkpoint.load_replay_buffer and not config.run.deterministic,
             models=models.store(),

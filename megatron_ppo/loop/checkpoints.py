@@ -32,6 +32,7 @@ from megatron_ppo.loop.identity import Trait
 from megatron_ppo.loop.ports import Metrics
 from megatron_ppo.loop.validation import OnRankZero
 from megatron_ppo.protocol.errors import CheckpointError
+from megatron_ppo.protocol.ledger import Ledger
 from megatron_ppo.replay.state import from_json, to_json
 
 logger = logging.getLogger(__name__)
@@ -84,10 +85,12 @@ class ReplaySnapshots(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Snapshot:
-    """JSON texts: the whole replay buffer, and the same without finished groups."""
+    """JSON texts: the whole replay buffer, and the same without finished groups; and how far the prompts have come."""
 
     everything: str
     position: str
+    num_trained: int
+    lowest_open: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,9 @@ class RunCheckpoints:
         on_error: what a save that fails does: `stop` ends the run, `warn` goes on and saves again after the next
             step, until it succeeds.
         notify: shows a warning to the person at the terminal; called on every rank.
+        companions: contents of files that every checkpoint holds, by their path in it, so that one that is carried
+            elsewhere says what it is; on rank 0.
+        prompts_per_epoch: of the prompt stream; None leaves the epoch out.
     """
 
     def __init__(
@@ -130,6 +136,8 @@ class RunCheckpoints:
         asynchronous: bool = False,
         on_error: OnSaveError = "stop",
         notify: Callable[[str], None] = logger.warning,
+        companions: Mapping[str, bytes] | None = None,
+        prompts_per_epoch: int | None = None,
     ) -> None:
         self._files = CheckpointFolder(folder)
         self._resume = resume
@@ -144,6 +152,8 @@ class RunCheckpoints:
         self._asynchronous = asynchronous
         self._on_error = on_error
         self._notify = notify
+        self._companions = companions or {}
+        self._prompts_per_epoch = prompts_per_epoch
         self._current: _Save | None = None
         self._failed_saves = 0
         self._overdue = False
@@ -271,7 +281,13 @@ class RunCheckpoints:
                 f"checkpoint {step} would lose prompts: the replay buffer has handed out the groups of "
                 f"{state.lowest_unfinished} steps, the weights were trained on those of {step}"
             )
-        return _Snapshot(everything=text, position=to_json(dataclasses.replace(state, groups=())))
+        ledger = Ledger(state.ledger)
+        return _Snapshot(
+            everything=text,
+            position=to_json(dataclasses.replace(state, groups=())),
+            num_trained=ledger.counts().trained,
+            lowest_open=ledger.cut,
+        )
 
     def _restore_replay(self, checkpoint: str | None, step: int) -> None:
         assert self._replay is not None, "only rank 0 holds the replay buffer"
@@ -301,6 +317,9 @@ class RunCheckpoints:
     def _write_side_files(self, step: int, snapshot: _Snapshot, metrics: Metrics) -> None:
         folder, metric = self._files.temporary(step), self._retention.metric
         (folder / REPLAY_FILE).write_text(snapshot.everything)
+        for name, content in self._companions.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
         ranking = metrics.get(metric) if metric else None
         if metric is not None and ranking is None:
             logger.warning("checkpoint %d is not ranked: its step has no metric %s", step, metric)
@@ -311,6 +330,11 @@ class RunCheckpoints:
             "identity": {name: trait.value for name, trait in self._identity.items()},
             "metric": metric,
             "metric_value": ranking,
+            # For people: nothing reads these.
+            "consumed_samples": snapshot.num_trained,
+            "current_epoch": None
+            if self._prompts_per_epoch is None
+            else snapshot.lowest_open // self._prompts_per_epoch,
             "prompts": json.loads(snapshot.position),
         }
         (folder / INFO_FILE).write_text(json.dumps(info, indent=1))

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_ppo.mcore.hf_preflight import INDEX, SINGLE
+from megatron_ppo.mcore.hf_preflight import COMPANIONS, INDEX, SINGLE
 from megatron_ppo.protocol.errors import ConfigError
 from megatron_ppo.protocol.weights import TensorMeta
 
@@ -40,6 +40,8 @@ COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
 )
+
+=======
 
 
 def check_output_folder(folder: Path) -> None:

@@ -22,6 +22,19 @@ from megatron_ppo.mcore.hf_map import expected_tensors
 from megatron_ppo.protocol.errors import ConfigError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+# What a model folder holds besides weights and config.json; whichever of them the initial model has go with a copy.
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 # Constants that older versions of transformers saved with the weights.
 _IGNORABLE = re.compile(r".*\.(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias))")

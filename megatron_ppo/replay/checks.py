@@ -43,11 +43,17 @@ def check_group(group: PromptGroup, *, schedule: AsyncSchedule, num_generations:
 
 def check_state(state: BufferState, *, resume_step: int, num_prompts: int, num_generations: int) -> None:
     """Raises: CheckpointError for a snapshot of other settings, of a later step, or one that contradicts itself."""
-    if state.groups and state.num_generations_per_prompt != num_generations:
-        raise CheckpointError(
-            "algorithm.num_generations_per_prompt cannot change on resume: the saved groups have "
-            f"{state.num_generations_per_prompt} trajectories, the run has {num_generations}; "
-            "set checkpoint.load_replay_buffer=false to generate them again"
+    if state.num_generations_per_prompt != num_generations:
+        if state.groups:
+            raise CheckpointError(
+                "algorithm.num_generations_per_prompt cannot change on resume: the saved groups have "
+                f"{state.num_generations_per_prompt} trajectories, the run has {num_generations}; "
+                "set checkpoint.load_replay_buffer=false to generate them again"
+            )
+        logger.warning(
+            "algorithm.num_generations_per_prompt was %d when saved, is %d now; no saved group is restored",
+            state.num_generations_per_prompt,
+            num_generations,
         )
     if state.lowest_unfinished > resume_step:
         raise CheckpointError(

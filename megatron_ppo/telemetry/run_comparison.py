@@ -17,7 +17,10 @@ from megatron_ppo.telemetry.repeatable import differences, repeatable
 from megatron_ppo.telemetry.run_dir import RunDirectory
 from megatron_ppo.telemetry.sinks import read_rows
 
-NOT_COMPARED = {"files.json": "the sizes of the other files, one of which holds the path of the run"}
+NOT_COMPARED = {
+    "files.json": "the sizes of the other files, some of which hold the path of the run",
+    "config.yaml": "the path of the run, and how it is shown",
+}
 """File of a checkpoint -> why its bytes differ between equal runs."""
 
 SAVE_ITSELF = ("torch.distributed.checkpoint.metadata.StorageMeta",)

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "run.json"
 LOCK_NAME = ".lock"
+NAMED_KEYS = 3
 DYING_OWNER_S = 20.0
 """How long a killed owner may take to end, on a machine that is busy."""
 
@@ -165,6 +166,26 @@ class RunDirectory:
             raise ConfigError(f"{self.manifest_path} cannot be read as a run manifest: {error}") from error
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassedOver:
+    """A run that `run.resume=auto` would continue if its configuration were the same.
+
+    Attributes:
+        changed: dotted keys whose values differ.
+    """
+
+    path: Path
+    changed: tuple[str, ...]
+
+    def __str__(self) -> str:
+        keys = [*self.changed[:NAMED_KEYS], *(["…"] if len(self.changed) > NAMED_KEYS else [])]
+        named = f" ({', '.join(keys)})" if keys else ""
+        return (
+            f"{self.path} is unfinished and is not continued, because its configuration differs{named}; "
+            f"run.resume={self.path} continues it in spite of that"
+        )
+
+
 class OpenRun:
     """A run that this process owns: directory, lock and state.
 
@@ -174,14 +195,22 @@ class OpenRun:
     Attributes:
         directory: names of its files.   resumed: whether it existed before.
         finished: it reached its last step before the launcher restarted; nothing is left to do.
+        passed_over: an unfinished run with checkpoints and another configuration, beside which this one begins anew.
     """
 
     def __init__(
-        self, *, directory: RunDirectory, resumed: bool, lock: RunLock, finished: bool = False
+        self,
+        *,
+        directory: RunDirectory,
+        resumed: bool,
+        lock: RunLock,
+        finished: bool = False,
+        passed_over: PassedOver | None = None,
     ) -> None:
         self.directory = directory
         self.resumed = resumed
         self.finished = finished
+        self.passed_over = passed_over
         self._lock = lock
 
     def record_kernels(self, kernels: Mapping[str, Mapping[str, str]]) -> None:
@@ -296,6 +325,16 @@ def find_resumable(base_dir: Path, config_digest: str) -> RunDirectory | None:
     return None
 
 
+def find_passed_over(base_dir: Path, config: Mapping[str, object]) -> PassedOver | None:
+    """The newest unfinished run under `base_dir` with another configuration that has something to continue from."""
+    for directory, manifest in reversed(_runs_in(base_dir)):
+        if manifest.state is RunState.FINISHED or not any(directory.checkpoints_dir.glob("step_*")):
+            continue
+        if not is_locked(directory):
+            return PassedOver(path=directory.path, changed=_changed_keys(directory, config))
+    return None
+
+
 def is_locked(directory: RunDirectory) -> bool:
     """Whether a live process owns the run."""
     try:
@@ -405,7 +444,8 @@ def open_run(
                 return _continue_run(found, name=name, config=config, launcher=launcher)
             except RunLockedError as error:  # another launch was faster
                 logger.warning("%s; starting a new run", error)
-    return _create_run(base_dir, name=name, config=config, launcher=launcher)
+    passed_over = find_passed_over(base_dir, config) if resume == "auto" else None
+    return _create_run(base_dir, name=name, config=config, launcher=launcher, passed_over=passed_over)
 
 
 def write_json_atomically(path: Path, value: object) -> None:
@@ -426,7 +466,14 @@ def _newest_of_launcher(base_dir: Path, launcher: str, config_digest: str) -> Ru
     return None
 
 
-def _create_run(base_dir: Path, *, name: str, config: Mapping[str, object], launcher: str) -> OpenRun:
+def _create_run(
+    base_dir: Path,
+    *,
+    name: str,
+    config: Mapping[str, object],
+    launcher: str,
+    passed_over: PassedOver | None,
+) -> OpenRun:
     base_dir.mkdir(parents=True, exist_ok=True)
     now_s = time.time()
     run_id = new_run_id(now_unix_s=now_s, salt=os.urandom(16))
@@ -453,7 +500,7 @@ def _create_run(base_dir: Path, *, name: str, config: Mapping[str, object], laun
     except BaseException:
         shutil.rmtree(draft.path, ignore_errors=True)
         raise
-    return OpenRun(directory=directory, resumed=False, lock=lock)
+    return OpenRun(directory=directory, resumed=False, lock=lock, passed_over=passed_over)
 
 
 def _continue_run(
@@ -516,6 +563,27 @@ def _without_ignored(config: Mapping[str, object], *, prefix: str) -> dict[str, 
             continue
         kept[str(key)] = _without_ignored(value, prefix=f"{path}.") if isinstance(value, Mapping) else value
     return kept
+
+
+def _changed_keys(directory: RunDirectory, config: Mapping[str, object]) -> tuple[str, ...]:
+    """Keys that make `config` another one than the run's, as its file has it; none if that cannot be read."""
+    try:
+        saved = yaml.safe_load(directory.config_path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return ()
+    old = _leaves(_without_ignored(saved, prefix="")) if isinstance(saved, Mapping) else {}
+    new = _leaves(_without_ignored(json.loads(json.dumps(config)), prefix=""))
+    return tuple(key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key))
+
+
+def _leaves(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    leaves: dict[str, object] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            leaves |= _leaves(value, f"{prefix}{key}.")
+        else:
+            leaves[f"{prefix}{key}"] = value
+    return leaves
 
 
 def _write_config(directory: RunDirectory, config: Mapping[str, object]) -> None:

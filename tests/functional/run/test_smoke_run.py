@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from launcher import Launched, final_history
 
+from megatron_ppo.telemetry.run_dir import open_run
+
 pytestmark = [pytest.mark.megatron, pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(400)]
 
 STEPS, GROUPS, SAMPLES = 5, 8, 4
@@ -24,7 +26,10 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
         "algorithm.ppo_epochs=4", "algorithm.train_global_batch_size=8", "telemetry.record_trajectories=true",
         "gates.age_in_versions.steps=[1,5]",
     ]  # fmt: skip
-    launched = Launched(tmp_path_factory.mktemp("smoke") / "run", words, env=SECRETS)
+    base = tmp_path_factory.mktemp("smoke") / "run"
+    with open_run(base, name="cpu_smoke", config={"run": {"seed": 7}}, resume="never") as earlier:
+        (earlier.directory.checkpoints_dir / "step_4").mkdir()
+    launched = Launched(base, words, env=SECRETS)
     try:
         code = launched.wait()
         assert code == 0, launched.output + launched.log_tails()
@@ -40,7 +45,13 @@ def test_the_job_finishes_passes_its_gates_and_leaves_no_process(job: Launched) 
 
 
 def test_the_terminal_shows_progress_and_no_noise_of_libraries(job: Launched) -> None:
-    lines = [line for line in job.output.splitlines() if line.strip()]
+    starting, beside, *rest = [line for line in job.output.splitlines() if line.strip()]
+    # The run in the same folder whose configuration differs: no silent start at step 0.
+    earlier = min(path for path in job.base.iterdir() if (path / "run.json").exists())
+    assert beside.startswith(
+        f"warning: {earlier} is unfinished and is not continued, because its configuration"
+    )
+    lines = [starting, *rest]
     ours = re.compile(r"starting |preparing |step \d+/\d+ |Gates: | +gate +observed|pass |finished; ")
     assert [line for line in lines if not ours.match(line)] == []
     assert (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,13 @@ import pytest
 import torch
 import yaml
 
+from megatron_ppo.app.companions import model_files_in, read_companions
 from megatron_ppo.app.export import ExportRequest, export_request, parse_size
 from megatron_ppo.config import compose
 from megatron_ppo.mcore.hf_export import appearing_folder, exported_config, plan_files
 from megatron_ppo.protocol.errors import ConfigError
 from megatron_ppo.protocol.weights import TensorMeta
+from megatron_ppo.telemetry.run_dir import RunDirectory
 from tests.unit.hf_folder import TINY_QWEN2, write_model_folder
 
 
@@ -89,6 +92,35 @@ def test_an_initial_model_that_has_moved_is_asked_for(run: Path) -> None:
     with pytest.raises(ConfigError, match="name its folder with --base"):
         request(run)
     assert request(run, base=run.parent / "moved").base == run.parent / "moved"
+
+
+@pytest.mark.parametrize("name", ["policy", "critic"])
+def test_a_checkpoint_that_was_carried_elsewhere_is_enough(run: Path, name: str) -> None:
+    """What the run writes into each checkpoint is what an export reads when run and initial model are gone."""
+    initial = run.parent / "initial"
+    (initial / "tokenizer.json").write_text("{}")
+    found = read_companions(RunDirectory(path=run), policy_folder=initial, critic_folder=initial)
+    assert sorted(found) == ["config.yaml", "hf/policy/config.json", "hf/policy/tokenizer.json"]
+    copy = run.parent / "step_9"
+    (copy / "models").mkdir(parents=True)
+    for file, content in found.items():
+        (copy / file).parent.mkdir(parents=True, exist_ok=True)
+        (copy / file).write_bytes(content)
+    shutil.rmtree(run)
+    shutil.rmtree(initial)
+    exported = request(copy, name=name)
+    assert (exported.checkpoint, exported.base) == (copy, copy / "hf" / "policy")
+    assert exported.model.num_layers == 2
+
+
+def test_a_critic_with_a_folder_of_its_own_has_its_own_files_in_the_checkpoint(run: Path) -> None:
+    initial, critic = run.parent / "initial", run.parent / "critic"
+    write_model_folder(critic, TINY_QWEN2)
+    found = read_companions(RunDirectory(path=run), policy_folder=initial, critic_folder=critic)
+    assert sorted(found) == ["config.yaml", "hf/critic/config.json", "hf/policy/config.json"]
+    for file in found:
+        (run / file).parent.mkdir(parents=True, exist_ok=True)
+    assert model_files_in(run, "critic") == run / "hf" / "critic"
 
 
 def test_the_command_refuses_with_one_message_and_code_2(tmp_path: Path) -> None:

@@ -64,6 +64,18 @@ def other_place(world: World) -> None:
     world.config = changed({"data.num_validation": 4})
 
 
+def other_age(world: World) -> None:
+    world.config = changed({"schedule.max_trajectory_age_steps": 2})
+
+
+def other_step(world: World) -> None:
+    world.config = changed({"algorithm.num_prompts_per_step": 32})
+
+
+def other_group(world: World) -> None:
+    world.config = changed({"algorithm.num_generations_per_prompt": 8, "algorithm.num_prompts_per_step": 8})
+
+
 def other_tokenizer(world: World) -> None:
     (world.policy / "tokenizer.json").write_text('{"model": {"a": 1}}')
 
@@ -120,14 +132,18 @@ def test_a_change_that_would_spoil_the_run_is_refused_with_the_reason(
         (other_place, "data"),
         (other_weights, "policy.model.weights"),
         (other_critic_weights, "critic.model.weights"),
+        (other_age, "schedule.max_trajectory_age_steps"),
+        (other_step, "algorithm.num_prompts_per_step"),
+        (other_group, "algorithm.num_generations_per_prompt"),
     ],
 )
 def test_a_change_that_the_checkpoint_makes_up_for_is_told(tmp_path: Path, change: Any, name: str) -> None:
     world = World(tmp_path)
     saved = {key: trait.value for key, trait in world.traits().items()}
     change(world)
-    (line,) = differences(tmp_path, saved, world.traits())
-    assert f"{name} was " in line and "the run goes on" in line
+    told = differences(tmp_path, saved, world.traits())
+    assert any(f"{name} was " in line and "the run goes on" in line for line in told)
+    assert len(told) == 1 + (change is other_group)  # which keeps the size of a step
 
 
 def test_other_initial_weights_are_refused_where_they_are_the_reference(tmp_path: Path) -> None:

@@ -159,6 +159,20 @@ def test_a_checkpoint_holds_weights_groups_and_facts_of_one_step(tmp_path: Path)
     assert info["identity"] == {"run.seed": "42", "data": "sort3_5"}
 
 
+def test_a_checkpoint_that_is_carried_elsewhere_says_what_it_is(tmp_path: Path) -> None:
+    """Configuration, tokenizer, and how far the prompts have come; all of it is part of what must be complete."""
+    companions = {"config.yaml": b"run: {}", "hf/policy/tokenizer.json": b"{}"}
+    for step in (2, 4):
+        save(tmp_path, step, companions=companions, prompts_per_epoch=3)
+    for name, content in companions.items():
+        assert (tmp_path / "step_4" / name).read_bytes() == content
+    facts = [json.loads((tmp_path / f"step_{step}" / INFO_FILE).read_text()) for step in (2, 4)]
+    # Two prompts a step: the fifth is the second of the second epoch, the ninth the third of the third.
+    assert [(info["consumed_samples"], info["current_epoch"]) for info in facts] == [(4, 1), (8, 2)]
+    (tmp_path / "step_4" / "hf" / "policy" / "tokenizer.json").unlink()
+    assert checkpoints(tmp_path).restore() == 2
+
+
 def test_a_resume_restores_models_groups_and_step(tmp_path: Path) -> None:
     save(tmp_path, 2)
     save(tmp_path, 3)

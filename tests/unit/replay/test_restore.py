@@ -127,12 +127,15 @@ def test_changed_group_size_is_refused_with_the_way_out() -> None:
         new_buffer(generations=4).restore(saved((5, 5), lowest_unfinished=5), resume_step=5)
 
 
-def test_changed_group_size_is_fine_when_the_groups_are_generated_again() -> None:
+def test_changed_group_size_is_fine_when_the_groups_are_generated_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """R13: the window is regenerated from the cut and no prompt is lost."""
     text = json.loads(to_json(saved((5, 5), (5, 5), (5, 6), lowest_unfinished=5)))
     text["groups"] = []
     buffer = new_buffer(generations=4)
     buffer.restore(from_json(json.dumps(text)), resume_step=5)
+    assert "num_generations_per_prompt was 2 when saved, is 4 now" in caplog.text
     assert slots_offered(buffer, 5, 6) == [(0, 5), (1, 5), (2, 6), (3, 6)]
 
 

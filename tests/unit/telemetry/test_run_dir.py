@@ -117,6 +117,49 @@ def test_auto_continues_the_newest_unfinished_run_with_this_configuration(tmp_pa
     assert len({p.name for p in tmp_path.iterdir()}) == 4
 
 
+def test_an_unfinished_run_with_another_configuration_is_named_when_a_new_one_begins(tmp_path: Path) -> None:
+    """No silent reset: a longer run, or one with another learning rate, is another run to `auto`."""
+    with open_sort(tmp_path) as first:
+        assert first.passed_over is None
+    with open_sort(tmp_path, config=with_value("run", "max_num_steps", 80)) as second:
+        assert second.passed_over is None  # the first has nothing to continue from
+    (first.directory.checkpoints_dir / "step_4").mkdir()
+    changed = with_value("loss", "ratio_clip_min", 0.1)
+    changed["run"] = {**CONFIG["run"], "max_num_steps": 80}  # type: ignore[dict-item]
+    changed["telemetry"] = {"tensorboard": False}  # makes no other run
+    with open_sort(tmp_path, config=changed) as third:
+        assert not third.resumed and third.passed_over is not None
+        assert str(third.passed_over) == (
+            f"{first.directory.path} is unfinished and is not continued, because its configuration differs "
+            f"(loss.ratio_clip_min, run.max_num_steps); run.resume={first.directory.path} continues it in "
+            "spite of that"
+        )
+        third.finish()
+    with open_sort(tmp_path, config=changed, resume="never") as asked_for:
+        assert asked_for.passed_over is None
+    with (
+        open_sort(tmp_path, resume=str(first.directory.path)) as continued,
+        open_sort(tmp_path, config=with_value("run", "seed", 7)) as beside_a_live_one,
+    ):
+        assert (continued.passed_over, beside_a_live_one.passed_over) == (None, None)
+        continued.finish()
+    with open_sort(tmp_path, config=with_value("run", "seed", 8)) as last:
+        assert last.passed_over is None
+
+
+def test_many_changed_keys_are_not_all_named_nor_any_of_a_configuration_that_cannot_be_read(
+    tmp_path: Path,
+) -> None:
+    with open_sort(tmp_path) as first:
+        (first.directory.checkpoints_dir / "step_4").mkdir()
+    changed = {**CONFIG, "a": {"b": 1, "c": [2], "d": {"e": 3}}, "z": 4}
+    with open_sort(tmp_path, config=changed) as second:
+        assert "differs (a.b, a.c, a.d.e, …); run.resume=" in str(second.passed_over)
+    first.directory.config_path.write_text("{")
+    with open_sort(tmp_path, config=with_value("run", "seed", 7)) as third:
+        assert "its configuration differs; run.resume=" in str(third.passed_over)
+
+
 def test_a_failed_run_is_continued_and_says_why_it_failed(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), open_sort(tmp_path) as run:
         raise RuntimeError("engine died")
