@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -216,13 +217,22 @@ def held_back(may_write: threading.Event) -> Iterator[None]:
         platform.write_checkpoint_bucket = original
 
 
-def save_error(*, folder: str, checkpoint: str, layout: Layout, in_background: bool) -> str:
-    """The message of a save that has no room, and the parameters after it."""
+def save_error(
+    *, folder: str, checkpoint: str, layout: Layout, in_background: bool, longest_file: int | None
+) -> str:
+    """The message of a save that has no room; the parameters are left alone.
+
+    Args:
+        longest_file: bytes at which the kernel cuts this process's files meanwhile.
+    """
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with distributed_runtime(timeout_s=60.0):
         models = pair(folder, layout)
         store = ModelCheckpoints(models)
         before = models["policy"].parameters_hash()
         try:
+            if longest_file is not None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (longest_file, limits[1]))
             if in_background:
                 store.begin_save(Path(checkpoint)).finish()
             else:
@@ -230,6 +240,8 @@ def save_error(*, folder: str, checkpoint: str, layout: Layout, in_background: b
         except CheckpointError as error:
             assert models["policy"].parameters_hash() == before
             return str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return "no error"
 
 

@@ -332,9 +332,28 @@ def test_a_full_disk_is_one_error_on_every_rank(
         checkpoint=str(small_disk / "step"),
         layout=TP2,
         in_background=in_background,
+        longest_file=None,
     )
     assert messages[0] == messages[1]
     assert "rank 0: " in messages[0] and "No space left on device" in messages[0]
+    assert "rank 1: " in messages[0]
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["synchronous", "background"])
+def test_a_file_that_the_kernel_cuts_is_one_error_on_every_rank(
+    workers: WorkerGroup, tiny_model: Callable[[str], Path], tmp_path: Path, in_background: bool
+) -> None:
+    """As on a full disk, also where no small one can be mounted."""
+    messages = workers.run(
+        JOBS + "save_error",
+        folder=str(tiny_model("qwen2")),
+        checkpoint=str(tmp_path),
+        layout=TP2,
+        in_background=in_background,
+        longest_file=64 * 1024,
+    )
+    assert messages[0] == messages[1]
+    assert "rank 0: " in messages[0] and "File too large" in messages[0]
     assert "rank 1: " in messages[0]
 
 

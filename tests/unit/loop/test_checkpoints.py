@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
@@ -377,24 +378,70 @@ def test_a_run_that_warns_of_failed_saves_goes_on_and_tries_again(tmp_path: Path
     assert names_in(tmp_path) == [LATEST_FILE, "step_2", "step_3"]
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+class MountedDisk:
     """A file system of 256 KiB."""
-    mount = shutil.which("mount")
+
+    full = "No space left on device"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._filler = folder / "filler"
+
+    def fill(self, room: int) -> None:
+        """Leave `room` bytes."""
+        with pytest.raises(OSError, match=self.full), self._filler.open("wb") as file:
+            while True:
+                file.write(b"x" * 4096)
+                file.flush()
+        with self._filler.open("r+b") as file:
+            file.truncate(self._filler.stat().st_size - room)
+
+    def make_room(self) -> None:
+        """Free everything."""
+        self._filler.unlink()
+
+
+class LimitedFiles:
+    """Any file system, where the kernel cuts this process's files at a length: needs no right to mount."""
+
+    full = "File too large"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(self, room: int) -> None:
+        """No file gets longer than `room` bytes."""
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, self._limits[1]))
+
+    def make_room(self) -> None:
+        """Lift the limit."""
+        resource.setrlimit(resource.RLIMIT_FSIZE, self._limits)
+
+
+@pytest.fixture(params=["mounted", "limited"])
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[MountedDisk | LimitedFiles]:
+    """A disk that can be filled up; errors and half-written files are the kernel's own."""
     folder = tmp_path / "disk"
     folder.mkdir()
+    if request.param == "limited":
+        limited = LimitedFiles(folder)
+        yield limited
+        limited.make_room()
+        return
+    mount = shutil.which("mount")
     command = [str(mount), "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
     if mount is None or os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
         pytest.skip("a small file system needs the right to mount one")
-    yield folder
+    yield MountedDisk(folder)
     subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("what", ["side files", "models"])
+@pytest.mark.parametrize(("what", "room"), [("side files", 0), ("models", 32 * 1024)])
 def test_a_full_disk_leaves_the_previous_checkpoint_and_the_next_one_succeeds_when_there_is_room(
-    small_disk: Path, what: str
+    small_disk: MountedDisk | LimitedFiles, what: str, room: int
 ) -> None:
-    """ENOSPC by the kernel itself, in a file of rank 0 or while the models are written."""
+    """In a file of rank 0, or while the models are written."""
 
     class Large(CountingModels):
         def save(self, folder: Path) -> None:
@@ -404,27 +451,22 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_the_next_one_succeeds_wh
             except OSError as error:
                 raise CheckpointError(f"rank 0: {error}") from error
 
-    folder = small_disk / "checkpoints"
+    folder = small_disk.folder / "checkpoints"
     models, replay = Large(2), BufferSnapshots()
     replay.train_to(2)
-    saving = checkpoints(folder, models=models, replay=replay, on_error="warn", notify=lambda text: None)
+    told: list[str] = []
+    saving = checkpoints(folder, models=models, replay=replay, on_error="warn", notify=told.append)
     saving.save(step=2, metrics={})
     saving.publish()
-    filler = small_disk / "filler"
-    with pytest.raises(OSError, match="No space left"), filler.open("wb") as file:
-        while True:
-            file.write(b"x" * 4096)
-            file.flush()
-    if what == "models":  # room for the side files, not for the models
-        with filler.open("r+b") as file:
-            file.truncate(filler.stat().st_size - 32 * 1024)
+    small_disk.fill(room)
     models.step = 3
     assert saving.save(step=3, metrics={}) == {"checkpoint/failed_saves": 1.0}
+    assert small_disk.full in told[0] and (what in told[0] or room)
     assert names_in(folder) == [LATEST_FILE, "step_2"]
     read_complete(folder / "step_2")
-    with pytest.raises(CheckpointError, match="No space left on device"):
+    with pytest.raises(CheckpointError, match=small_disk.full):
         checkpoints(folder, models=Large(3), replay=replay).save(step=3, metrics={})
-    filler.unlink()
+    small_disk.make_room()
     saving.save(step=4, metrics={})
     saving.publish()
     assert names_in(folder) == [LATEST_FILE, "step_2", "step_4"]
