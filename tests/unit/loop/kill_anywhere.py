@@ -2,7 +2,8 @@
 
 The real loop, collector, replay buffer, ledger and checkpoints in one thread; fake engine and fake models. A point is
 the begin or the end of any call between the loop and a part, any file operation below the run's folder (found by
-the interpreter's audit events, so none is forgotten), the middle of a written file, and any request to the engine.
+the interpreter's audit events, so none is forgotten), the middle of a written file, any request to the engine, the
+first prompt of an epoch, and any move of the ledger that takes a prompt back or gives it up.
 From its death on a process changes nothing on disk: no clean-up of a `finally` gets through. What the ledger had not
 synced when it died is cut at a random byte, which is worse than kill -9 and as bad as a loss of power.
 """
@@ -30,8 +31,9 @@ from megatron_ppo.loop.checkpoint_folder import CheckpointFolder, Retention, rea
 from megatron_ppo.loop.checkpoints import RunCheckpoints
 from megatron_ppo.loop.identity import Trait
 from megatron_ppo.loop.recorded import RecordedGroups
+from megatron_ppo.protocol.moves import Move, Stage
 from megatron_ppo.protocol.schedule import AsyncSchedule
-from megatron_ppo.protocol.trajectory import Completion, PromptGroup, SamplingSettings
+from megatron_ppo.protocol.trajectory import Completion, Prompt, PromptGroup, Reservation, SamplingSettings
 from megatron_ppo.replay.buffer import PromptGroupBuffer
 from megatron_ppo.replay.journal import LedgerFile
 from megatron_ppo.replay.service import ReplayService
@@ -168,6 +170,37 @@ class MortalEngine(FakeEngine):
         return completions
 
 
+class MortalPrompts:
+    """The prompt stream; where an epoch begins is a point."""
+
+    def __init__(self, death: Death) -> None:
+        self._death = death
+
+    def prompt_at(self, ordinal: int) -> Prompt:
+        if ordinal and ordinal % EPOCH == 0:
+            self._death.point("an epoch begins")
+        return STREAM.prompt_at(ordinal)
+
+
+class GivingUp:
+    """A replay buffer that drops the prompt whose group fails for the second time.
+
+    The collector's own rule asks for others that succeed in between, which come and go with the moment.
+    """
+
+    def __init__(self, replay: ReplayService) -> None:
+        self._replay = replay
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._replay, name)
+
+    async def release(self, reservation: Reservation, *, reason: str, failed: bool = False) -> None:
+        if failed and reservation.failures:
+            await self._replay.drop(reservation, reason=reason)
+        else:
+            await self._replay.release(reservation, reason=reason, failed=failed)
+
+
 class MortalLedger(LedgerFile):
     """A ledger file that stops with its process and knows how much of it is on the disk."""
 
@@ -176,6 +209,14 @@ class MortalLedger(LedgerFile):
         self._file = path
         super().__init__(path)
         self.synced = path.stat().st_size
+
+    def record(self, move: Move) -> None:
+        rare = move.stage in (Stage.RELEASED, Stage.DROPPED, Stage.ROLLED_BACK)
+        if rare:
+            self._death.point(f"before a prompt is {move.stage}")
+        super().record(move)
+        if rare:
+            self._death.point(f"after a prompt is {move.stage}")
 
     def flush(self) -> None:
         if self._death.where is None:
@@ -227,15 +268,17 @@ class SteppedCollection:
             journal=ledger,
         )
         self.collector = Collector(
-            replay=self.replay,
+            replay=GivingUp(self.replay),
             engine=engine,
             scoring=ThreadScoring(FakeScorer(), threads=1, deadline_s=LIMIT_S),
-            prompts=STREAM,
+            prompts=MortalPrompts(death),
             num_generations=GENERATIONS,
             sampling=SamplingSettings(max_new_tokens=plan.max_new_tokens),
             seed=seed,
             max_concurrent_groups=3,
             deadline_s=LIMIT_S,
+            max_retries=0,
+            max_generation_failures=1_000_000,
             reserve_timeout_s=0.001,  # a pause waits for it
         )
         self._running = self._loop.create_task(self.collector.run())
@@ -312,6 +355,7 @@ class Plan:
         checkpoint_period: in steps.   asynchronous, load_replay_buffer: of its checkpoints.
         seed: of the run; None draws other responses in every life, as an engine does that does not keep to seeds.
         max_new_tokens: every token takes the engine one turn of the event loop.
+        failing: number of a prompt for which every request fails; it is dropped in every epoch.
     """
 
     schedule: AsyncSchedule
@@ -320,6 +364,11 @@ class Plan:
     load_replay_buffer: bool
     seed: int | None = None
     max_new_tokens: int = 6
+    failing: int | None = None
+
+    def lost(self, ordinal: int) -> bool:
+        """Whether no group of `ordinal` ever succeeds."""
+        return self.failing is not None and prompt_of(ordinal) == prompt_ids(self.failing)
 
 
 def live_once(plan: Plan, folder: Path, death: Death, rng: random.Random) -> bool:
@@ -329,6 +378,8 @@ def live_once(plan: Plan, folder: Path, death: Death, rng: random.Random) -> boo
     first_step = 0 if newest is None else int(newest.removeprefix("step_"))
     order = StepOrder(schedule=plan.schedule, ppo_epochs=1, first_step=first_step)
     engine = MortalEngine(death)
+    if plan.failing is not None:
+        engine.failing.add(tuple(prompt_ids(plan.failing)))
     FILE_POINTS.death = death
     ledger: MortalLedger | None = None
     collection: SteppedCollection | None = None
