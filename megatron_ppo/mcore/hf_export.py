@@ -27,22 +27,6 @@ logger = logging.getLogger(__name__)
 _FORMATS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _HEADER_ALIGNMENT = 8
 
-# What a folder holds besides weights and config.json; whichever of them the initial model has are copied.
-COMPANIONS = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-
-=======
-
 
 def check_output_folder(folder: Path) -> None:
     """Raises: ConfigError if `folder` exists and is not an empty folder."""
