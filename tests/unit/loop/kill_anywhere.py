@@ -211,6 +211,8 @@ class MortalLedger(LedgerFile):
         self.synced = path.stat().st_size
 
     def record(self, move: Move) -> None:
+        if self._death.where is not None:  # what the dead still do to their buffer never comes to the ledger
+            raise Killed(self._death.where)
         rare = move.stage in (Stage.RELEASED, Stage.DROPPED, Stage.ROLLED_BACK)
         if rare:
             self._death.point(f"before a prompt is {move.stage}")
@@ -327,11 +329,16 @@ class SteppedCollection:
 
     def close(self) -> None:
         """End everything at once."""
-        tasks = asyncio.all_tasks(self._loop)
-        for task in tasks:
+        for task in asyncio.all_tasks(self._loop):
             task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.run_until_complete(_end_of_other_tasks())
         self._loop.close()
+
+
+async def _end_of_other_tasks() -> None:
+    """Of the running loop; there may be none, when the collector has died itself."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 class PublishingRefit:
