@@ -167,7 +167,9 @@ def test_a_run_that_is_killed_anywhere_trains_every_prompt_exactly_once(tmp_path
     died_at: Counter[str] = Counter()
     tried: Counter[str] = Counter()
     seed = 0
-    while died_at.total() < KILLS / len(PLANS):
+    enough = KILLS / len(PLANS)
+    # A kind that is rare may take some more runs.
+    while died_at.total() < enough or (whole.seen.keys() - died_at.keys() and died_at.total() < 2 * enough):
         seed += 1
         folder = tmp_path / f"run_{seed}"
         folder.mkdir()
@@ -176,6 +178,6 @@ def test_a_run_that_is_killed_anywhere_trains_every_prompt_exactly_once(tmp_path
     print(
         f"{name}: {died_at.total()} kills in {seed} runs at {len(died_at)} kinds of points; missed: {missed}"
     )
-    if KILLS >= 1000:
+    if KILLS >= 1000:  # fewer are for a quick look
         must = MUST_DIE_AT if plan.failing is not None else MUST_DIE_AT - {"after a prompt is dropped"}
         assert (missed | must) - died_at.keys() == set()
