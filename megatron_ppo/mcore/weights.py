@@ -177,6 +177,7 @@ def load_hf_weights(chunks: Sequence[Any], weight_map: WeightMap, folder: str | 
                     f"the model needs {tuple(parameter.shape)}"
                 )
             parameter.copy_(shard)
+            del shard  # before the next one is read
 
 
 def _keeps_its_start(piece: WeightPiece, model: HFModelConfig, source: HFWeights) -> bool:
