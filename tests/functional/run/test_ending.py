@@ -117,7 +117,7 @@ def test_a_rank_that_stands_still_ends_the_run_with_a_diagnosis(launch: Callable
     try:
         job.wait_for(lambda: "no progress for" in job.output, "the diagnosis", timeout_s=60)
         assert time.monotonic() - began < 40
-        job.wait_for(lambda: "continues from step" in job.output, "the whole message", timeout_s=20)
+        job.wait_for(lambda: "it has no checkpoint yet" in job.output, "the whole message", timeout_s=20)
     finally:
         stopped.send_signal(signal.SIGCONT)  # so that torchrun need not wait until it may kill it
     assert job.wait(timeout_s=60) != 0
