@@ -58,8 +58,6 @@ logger = logging.getLogger(__name__)
 _ENDING = (PartDiedError, WaitTimeoutError, RefitError)
 # Rank 0 does not save, so nobody can; and weights that may be wrong themselves are no state to go on from.
 _NOT_SAVED = (RankZeroFailedError, WeightMismatchError)
-
-
 # Somebody did not come: what a person needs to find out who, is to be seen now and not after the end.
 _STALLS = (WaitTimeoutError, RefitError)
 

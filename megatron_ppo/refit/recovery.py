@@ -94,15 +94,14 @@ class RecoveringRefit:
         self._version = version
         failures, attempts = 0, 0
         while True:
-            deaths = self._deaths()
-            self._ask("an engine to publish to", self._await_engine)
+            deaths = self._ask("an engine to publish to", self._await_engine)
             try:
                 metrics = self._refit.push(version=version)
             except WeightMismatchError:
                 raise
             except (RefitError, EngineDeadError) as error:
                 attempts += 1
-                if self._deaths(news_after=deaths) == deaths:
+                if self._deaths_after(deaths) == deaths:
                     failures += 1
                     if failures > self._max_retries:
                         if isinstance(error, RefitError):
@@ -130,28 +129,31 @@ class RecoveringRefit:
         with self._publishing():
             self.push(version=self._version)
 
-    def _deaths(self, *, news_after: int | None = None) -> int:
+    def _deaths_after(self, deaths: int) -> int:
         def count() -> int:
-            engines = self._engines
-            assert engines is not None, "only rank 0 knows the engines"
-            if news_after is not None:
-                engines.wait_for_news(deaths=news_after, timeout_s=NEWS_S)
+            engines = self._known()
+            engines.wait_for_news(deaths=deaths, timeout_s=NEWS_S)
             self._raise_if_lost()
             return engines.deaths
 
         return self._ask("the state of the engines", count)
 
-    def _await_engine(self) -> None:
+    def _await_engine(self) -> int:
+        """Returns once an engine is up: how many had died by then."""
         # Here and not in the real refit alone: where the machine under the engines is gone, none will ever be built,
         # and only the deaths of its other processes say so. What a rebuild may take is limited by whoever builds.
-        assert self._engines is not None, "only rank 0 knows the engines"
-        engines = self._engines
+        engines = self._known()
+        self._raise_if_lost()
         while not engines.wait_for(lambda: bool(engines.live()), timeout_s=LOOK_S):
             self._raise_if_lost()
+        return engines.deaths
 
     def _lacks_weights(self) -> bool:
+        return self._known().lacks_weights
+
+    def _known(self) -> ReplicaTable:
         assert self._engines is not None, "only rank 0 knows the engines"
-        return self._engines.lacks_weights
+        return self._engines
 
     def _ask(self, what: str, function: Callable[[], T]) -> T:
         return self._on_rank_zero(what, function)  # type: ignore[no-any-return]
