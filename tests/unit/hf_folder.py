@@ -21,6 +21,14 @@ TINY_QWEN2: Mapping[str, object] = {
     "vocab_size": 64,
     "max_position_embeddings": 64,
 }
+OF_EXPERTS: Mapping[str, object] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+}
+"""What makes TINY_QWEN2 a model of experts."""
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Shape], *, dtype: str = "F32") -> None:

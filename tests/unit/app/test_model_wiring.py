@@ -15,7 +15,7 @@ from megatron_ppo.data.microbatch_plan import TokenBudget
 from megatron_ppo.loop.residency import STATIONARY
 from megatron_ppo.mcore.settings import OptimizerSettings, RecomputeSettings, SchedulerSettings
 from tests.unit.config.composed import changed
-from tests.unit.hf_folder import TINY_QWEN2, write_model_folder
+from tests.unit.hf_folder import OF_EXPERTS, TINY_QWEN2, write_model_folder
 
 RANKS = 8
 POLICY: dict[str, Any] = {
@@ -62,18 +62,10 @@ CRITIC: dict[str, Any] = {
     "dynamic_batching.train_mb_tokens": 320,
     "dynamic_batching.logprob_mb_tokens": 640,
 }
-EXPERTS = {
-    **TINY_QWEN2,
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 12,
-}
 
 
 def config_of(tmp_path: Path, **further: Any) -> RunConfig:
-    write_model_folder(tmp_path / "experts", EXPERTS)
+    write_model_folder(tmp_path / "experts", {**TINY_QWEN2, **OF_EXPERTS})
     return changed(
         {
             **{f"policy.{key}": value for key, value in POLICY.items()},

@@ -37,7 +37,11 @@ class Engines:
         require(len(seeds) == len(prompts), f"{len(seeds)} seeds for {len(prompts)} prompts")
         require(deadline_s > 0, f"deadline_s must be > 0, got {deadline_s}")
         self.calls.append({"prompts": list(prompts), "sampling": sampling, "seeds": list(seeds)})
+        self.asked(deadline_s)
         return [self._complete(index, index == len(prompts) - 1) for index in range(len(prompts))]
+
+    def asked(self, deadline_s: float) -> None:
+        """Called for every request; may fail it."""
 
     def _complete(self, index: int, is_last: bool) -> Completion:
         version = self.versions[index % len(self.versions)]
@@ -150,20 +154,11 @@ class FailingEngines(Engines):
         self.now = 0.0
         self.deadlines: list[float] = []
 
-    def generate_many(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        sampling: SamplingSettings,
-        seeds: Sequence[int],
-        deadline_s: float,
-    ) -> list[Completion]:
+    def asked(self, deadline_s: float) -> None:
         self.deadlines.append(deadline_s)
-        completions = super().generate_many(prompts, sampling=sampling, seeds=seeds, deadline_s=deadline_s)
-        if len(self.calls) > self.failures:
-            return completions
-        self.now += self.seconds
-        raise GenerationError("engine replica 0: 2 of 3 requests unfinished")
+        if len(self.calls) <= self.failures:
+            self.now += self.seconds
+            raise GenerationError("engine replica 0: 2 of 3 requests unfinished")
 
 
 def test_a_generation_that_failed_once_is_the_same_at_the_second_attempt() -> None:

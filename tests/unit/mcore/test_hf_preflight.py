@@ -11,27 +11,10 @@ import pytest
 
 from megatron_ppo.mcore.hf_preflight import INDEX, check_model_folder
 from megatron_ppo.protocol.errors import ConfigError
-from tests.unit.hf_folder import write_model_folder, write_safetensors
+from tests.unit.hf_folder import OF_EXPERTS, TINY_QWEN2, write_model_folder, write_safetensors
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 24,
-    "vocab_size": 60,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
-MOE = {
-    **CONFIG,
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 12,
-}
+CONFIG: dict[str, Any] = {**TINY_QWEN2, "vocab_size": 60, "tie_word_embeddings": False}
+MOE = {**CONFIG, **OF_EXPERTS}
 SHARD = "model-00002-of-00003.safetensors"
 NORM = "model.norm.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
