@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ def standing_cluster(tmp_path: Path) -> Iterator[str]:
     # Not below tmp_path: Ray's sockets must fit into 107 characters.
     with tempfile.TemporaryDirectory(prefix="mppo-head-", ignore_cleanup_errors=True) as folder:
         command = [
-            str(ROOT / ".venv" / "bin" / "ray"), "start", "--head", "--block", f"--port={port}",
+            str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}",
             "--node-ip-address=127.0.0.1", "--num-cpus=1", "--include-dashboard=false",
             f"--object-store-memory={128 * 2**20}", f"--temp-dir={folder}", "--disable-usage-stats",
         ]  # fmt: skip
