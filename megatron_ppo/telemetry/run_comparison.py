@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ppo.protocol.errors import ConfigError
-from megatron_ppo.telemetry.pickle_text import pickle_text, torch_file_text
+from megatron_ppo.telemetry.checkpoint_pieces import DATA_SUFFIX, INDEX_FILE, differing_pieces
+from megatron_ppo.telemetry.pickle_text import torch_file_text
 from megatron_ppo.telemetry.repeatable import differences, repeatable
 from megatron_ppo.telemetry.run_dir import RunDirectory
 from megatron_ppo.telemetry.sinks import read_rows
@@ -23,16 +24,14 @@ NOT_COMPARED = {
 }
 """File of a checkpoint -> why its bytes differ between equal runs."""
 
-SAVE_ITSELF = ("torch.distributed.checkpoint.metadata.StorageMeta",)
-"""Holds the path of the run and a random number of the save; everything else in the file is compared."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """Attributes:
     findings: one line per difference; metrics first, in the order of the steps.
     num_rows, num_values: rows of both runs' steps, and repeatable metrics in them.
-    checkpoints: names of those that both hold.   num_files: files in these, by bytes or, of pickles, by content.
+    checkpoints: names of those that both hold.
+    num_files: files in these, compared by bytes and, where those differ, by content if the format has one.
     """
 
     findings: tuple[str, ...]
@@ -74,23 +73,26 @@ def _differing_files(first: Path, second: Path) -> Iterator[str]:
         {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
         for folder in (first, second)
     ]
+    of_pieces: set[Path] = set()
     for name in sorted(names[0] | names[1]):
         if name not in names[0] or name not in names[1]:
             yield f"{name} is missing in the {'first' if name not in names[0] else 'second'} run"
         elif Path(name).name in NOT_COMPARED or filecmp.cmp(first / name, second / name, shallow=False):
             continue
+        elif Path(name).name == INDEX_FILE or Path(name).suffix == DATA_SUFFIX:
+            of_pieces.add(Path(name).parent)
         elif not _say_the_same(first / name, second / name):
             yield f"{name} has another content"
+    for folder in sorted(of_pieces):
+        try:
+            yield from (f"{folder}: {line}" for line in differing_pieces(first / folder, second / folder))
+        except (OSError, ValueError) as error:
+            yield f"{folder} has another content, and cannot be read piece by piece: {error}"
 
 
 def _say_the_same(first: Path, second: Path) -> bool:
-    """Whether files of other bytes have the same content; True only for pickles, of which two may say the same."""
+    """Whether files of other bytes have the same content; True only for those of `torch.save`, which hold a pickle."""
     try:
-        if first.suffix == ".pt":
-            return torch_file_text(first) == torch_file_text(second)
-        if first.name == ".metadata":
-            texts = {pickle_text(path.read_bytes(), hidden=SAVE_ITSELF) for path in (first, second)}
-            return len(texts) == 1
+        return first.suffix == ".pt" and torch_file_text(first) == torch_file_text(second)
     except ValueError:
         return False
-    return False
