@@ -37,10 +37,11 @@ from megatron_ppo.app.model_folder import model_folder
 from megatron_ppo.config.checks import derive
 from megatron_ppo.config.compose import load
 from megatron_ppo.config.schema import RunConfig
+from megatron_ppo.data.microbatch_plan import FixedSize
 from megatron_ppo.data.tasks import build_task
 from megatron_ppo.mcore.parallel import ParallelContext, distributed_runtime
 from megatron_ppo.mcore.policy import MegatronPolicy
-from megatron_ppo.mcore.settings import OptimizerSettings, SchedulerSettings
+from megatron_ppo.mcore.settings import OptimizerSettings, SchedulerSettings, TrainingSettings
 from megatron_ppo.protocol.weights import largest_layer_bytes
 from megatron_ppo.ray_actors.cluster import start_local_cluster
 from megatron_ppo.refit.agreement import agreement_over
@@ -290,10 +291,12 @@ def _policy(job: Job, layout: dict[str, int]) -> MegatronPolicy:
     return MegatronPolicy(
         model=job.folder,
         parallel=ParallelContext.create(**layout),
-        optimizer=OptimizerSettings(lr=1e-5),
-        scheduler=SchedulerSettings(lr_decay_steps=100),
-        train_micro_batch_size=1,
-        logprob_batch_size=1,
+        training=TrainingSettings(
+            optimizer=OptimizerSettings(lr=1e-5),
+            scheduler=SchedulerSettings(lr_decay_steps=100),
+            train_batches=FixedSize(sequences=1),
+            score_batches=FixedSize(sequences=1),
+        ),
         pad_token_id=0,
     )
 

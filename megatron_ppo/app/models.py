@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -13,14 +12,20 @@ from megatron_ppo.config.derived import Derived, ParallelSizes, TokenBudgets
 from megatron_ppo.config.model_sections import SchedulerSection, TrainedModelSection
 from megatron_ppo.config.schema import RunConfig
 from megatron_ppo.config.targets import build, resolve
-from megatron_ppo.data.microbatch_plan import TokenBudget
+from megatron_ppo.data.microbatch_plan import BatchPolicy, TokenBudget, fixed_size
 from megatron_ppo.loop.checkpoint_folder import find_checkpoint
 from megatron_ppo.loop.residency import STATIONARY, Model, Residency
 from megatron_ppo.mcore.checkpoint import SUBFOLDER, ModelCheckpoints, load_weights
 from megatron_ppo.mcore.critic import MegatronCritic
 from megatron_ppo.mcore.parallel import ParallelContext
 from megatron_ppo.mcore.policy import MegatronPolicy
-from megatron_ppo.mcore.settings import OptimizerSettings, RecomputeSettings, SchedulerSettings
+from megatron_ppo.mcore.settings import (
+    OptimizerSettings,
+    OverlapSettings,
+    RecomputeSettings,
+    SchedulerSettings,
+    TrainingSettings,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +60,7 @@ def build_models(
         pad_token_id=pad_token_id,
         seed=config.run.seed,
         logprob_chunk_size=config.policy.logprob_chunk_size,
-        **_training(config.policy, derived.policy_scheduler_ticks, derived.policy_budgets),
+        training=_training(config.policy, derived.policy_scheduler_ticks, derived.policy_budgets),
     )
     residency.built(Model.POLICY, policy.residence if moves else STATIONARY)
     residency.built(Model.REFERENCE, policy.reference_residence if moves else STATIONARY)
@@ -65,7 +70,7 @@ def build_models(
         value_loss=build(config.value_loss),
         pad_token_id=pad_token_id,
         seed=config.run.seed,
-        **_training(config.critic, derived.critic_scheduler_ticks, derived.critic_budgets),
+        training=_training(config.critic, derived.critic_scheduler_ticks, derived.critic_budgets),
     )
     if config.critic.warm_start is not None:
         checkpoint = find_checkpoint(Path(config.critic.warm_start))
@@ -87,31 +92,34 @@ def _context(sizes: ParallelSizes, section: TrainedModelSection, timeout_s: floa
     )
 
 
-def _training(section: TrainedModelSection, ticks: int, budgets: TokenBudgets | None) -> dict[str, Any]:
-    return {
-        **_batches(budgets),
-        "precision": section.precision,
-        "transformer_impl": section.transformer_impl,
-        "moe_aux_loss_coeff": section.moe_aux_loss_coeff,
-        "train_micro_batch_size": section.train_micro_batch_size,
-        "logprob_batch_size": section.logprob_batch_size,
-        "overlap_grad_reduce": section.overlap_grad_reduce,
-        "overlap_param_gather": section.overlap_param_gather,
-        "ddp_bucket_size": section.ddp_bucket_size,
-        "recompute": RecomputeSettings(**section.recompute.kwargs()),
-        "optimizer": OptimizerSettings(**section.optimizer.model_dump()),
-        "scheduler": _scheduler(section.scheduler, ticks),
-    }
+def _training(section: TrainedModelSection, ticks: int, budgets: TokenBudgets | None) -> TrainingSettings:
+    train_batches, score_batches = _batches(section, budgets)
+    return TrainingSettings(
+        optimizer=OptimizerSettings(**section.optimizer.model_dump()),
+        scheduler=_scheduler(section.scheduler, ticks),
+        train_batches=train_batches,
+        score_batches=score_batches,
+        precision=section.precision,
+        transformer_impl=section.transformer_impl,
+        overlap=OverlapSettings(
+            overlap_grad_reduce=section.overlap_grad_reduce,
+            overlap_param_gather=section.overlap_param_gather,
+            ddp_bucket_size=section.ddp_bucket_size,
+        ),
+        recompute=RecomputeSettings(**section.recompute.kwargs()),
+        moe_aux_loss_coeff=section.moe_aux_loss_coeff,
+    )
 
 
-def _batches(budgets: TokenBudgets | None) -> dict[str, TokenBudget]:
+def _batches(section: TrainedModelSection, budgets: TokenBudgets | None) -> tuple[BatchPolicy, BatchPolicy]:
+    """Of passes with and without gradient."""
     if budgets is None:
-        return {}
+        return (
+            fixed_size("train_micro_batch_size", section.train_micro_batch_size),
+            fixed_size("logprob_batch_size", section.logprob_batch_size),
+        )
     shape = {"packed": budgets.packed, "multiple": budgets.multiple}
-    return {
-        "train_batches": TokenBudget(tokens=budgets.train, **shape),
-        "score_batches": TokenBudget(tokens=budgets.score, **shape),
-    }
+    return TokenBudget(tokens=budgets.train, **shape), TokenBudget(tokens=budgets.score, **shape)
 
 
 def _scheduler(section: SchedulerSection, ticks: int) -> SchedulerSettings:

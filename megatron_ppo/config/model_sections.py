@@ -219,12 +219,6 @@ class TrainedModelSection(BuiltSection):
         doc="Packed microbatches by a token budget.", default_factory=SequencePackingSection
     )
 
-    def kwargs(self) -> dict[str, Any]:
-        """Constructor keywords; the app adds the model folder, the process groups and the token budgets."""
-        return self.model_dump(
-            exclude={"target", "model", "parallelism", "dynamic_batching", "sequence_packing"}
-        )
-
 
 class PolicySection(TrainedModelSection):
     """The trained policy."""
@@ -253,9 +247,3 @@ class CriticSection(TrainedModelSection):
         "from; optimizer and schedule start anew. null starts from `model`.",
         min_length=1,
     )
-
-    def kwargs(self) -> dict[str, Any]:
-        """As for the policy; the app loads what `warm_start` names."""
-        kwargs = super().kwargs()
-        del kwargs["warm_start"]
-        return kwargs

@@ -65,7 +65,7 @@ class BareModel:
         """Full Hugging Face tensors, one at a time, on rank 0 of the job alone; collective over all ranks, which all
         run it to its end.
         """
-        return export_hf_weights(self._chunks, self._map, only_rank_0=True)
+        return export_hf_weights(self._chunks, self._map)
 
     def _load(self, name: str, checkpoint: Path) -> None:
         metadata = {"dp_cp_group": self._map.parallel.data_context}

@@ -19,21 +19,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from megatron_ppo.data.batch import TrainBatch
-from megatron_ppo.data.microbatch_plan import BatchPolicy, fixed_size
 from megatron_ppo.mcore import platform
 from megatron_ppo.mcore.parallel import ParallelContext
 from megatron_ppo.mcore.residence import Residence
-from megatron_ppo.mcore.settings import (
-    OptimizerSettings,
-    OverlapSettings,
-    Precision,
-    RecomputeSettings,
-    SchedulerSettings,
-)
+from megatron_ppo.mcore.settings import TrainingSettings
 from megatron_ppo.numerics.loss_output import LossCounts, LossOutput
 from megatron_ppo.numerics.loss_settings import ValueLossSettings
 from megatron_ppo.numerics.value_losses import value_loss
-from megatron_ppo.telemetry.accelerators import TransformerImpl
 
 if TYPE_CHECKING:
     from megatron_ppo.mcore.sequences import Microbatch
@@ -52,48 +44,18 @@ class MegatronCritic:
         *,
         model: str | Path,
         parallel: ParallelContext,
-        optimizer: OptimizerSettings,
-        scheduler: SchedulerSettings,
-        train_micro_batch_size: int,
-        logprob_batch_size: int,
+        training: TrainingSettings,
         pad_token_id: int,
-        train_batches: BatchPolicy | None = None,
-        score_batches: BatchPolicy | None = None,
-        precision: Precision = "fp32",
-        transformer_impl: TransformerImpl = "auto",
-        overlap_grad_reduce: bool = False,
-        overlap_param_gather: bool = False,
-        ddp_bucket_size: int | None = None,
-        recompute: RecomputeSettings | None = None,
-        moe_aux_loss_coeff: float = 0.0,
         value_loss: ValueLossSettings | None = None,
         seed: int = 42,
     ) -> None:
         platform.install()
         # Not at the top: importing megatron.core must come after install().
-        from megatron_ppo.mcore.trained_model import ModelSettings, TrainedModel
+        from megatron_ppo.mcore.trained_model import TrainedModel
 
-        settings = ModelSettings(
-            folder=Path(model),
-            parallel=parallel,
-            precision=precision,
-            transformer_impl=transformer_impl,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            train_batches=train_batches or fixed_size("train_micro_batch_size", train_micro_batch_size),
-            score_batches=score_batches or fixed_size("logprob_batch_size", logprob_batch_size),
-            pad_token_id=pad_token_id,
-            seed=seed,
-            value_head=True,
-            overlap=OverlapSettings(
-                overlap_grad_reduce=overlap_grad_reduce,
-                overlap_param_gather=overlap_param_gather,
-                ddp_bucket_size=ddp_bucket_size,
-            ),
-            recompute=RecomputeSettings() if recompute is None else recompute,
-            moe_aux_loss_coeff=moe_aux_loss_coeff,
+        self.trained: TrainedModel = TrainedModel(
+            Path(model), parallel, training, pad_token_id=pad_token_id, seed=seed, value_head=True
         )
-        self.trained: TrainedModel = TrainedModel(settings)
         self._loss = ValueLossSettings() if value_loss is None else value_loss
 
     @property

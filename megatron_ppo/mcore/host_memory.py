@@ -7,7 +7,7 @@ backend; between GPUs NCCL is faster.
 
 Invariant: either every rank uses this way or none does, and nothing is assumed about permissions: each exchange begins
 with a trial read of every rank, and where one fails, sockets are used. Addresses are exchanged anew each time, so a
-parameter that has moved is read where it is.
+parameter that has moved is read where it is. Who reads is settled once, when the job's ranks meet (`let_rank_0_read`).
 """
 
 from __future__ import annotations
@@ -126,6 +126,16 @@ class RemoteShard:
             _read(self._process, local, remote)
 
 
+def let_rank_0_read() -> None:
+    """Let rank 0 read this process's memory from now on. Collective over all ranks, once in a job."""
+    if platform.device().type != "cpu" or dist.get_world_size() == 1:
+        return
+    reader = [os.getpid()]
+    dist.broadcast_object_list(reader, src=_READER)
+    # Hosts with the Yama security module let only a process's ancestors read it, unless it names another.
+    _libc().prctl(_PR_SET_PTRACER, ctypes.c_ulong(reader[0]), 0, 0, 0)
+
+
 def share_parameters(held: Mapping[str, Tensor], *, position: int) -> SharedParameters | None:
     """Offer the parameters that this rank gives to rank 0. Collective over all ranks.
 
@@ -136,9 +146,6 @@ def share_parameters(held: Mapping[str, Tensor], *, position: int) -> SharedPara
     """
     if platform.device().type != "cpu":
         return None
-    reader = [os.getpid()]
-    dist.broadcast_object_list(reader, src=_READER)
-    _let_read(reader[0])
     trial = ctypes.create_string_buffer(_TRIAL, len(_TRIAL))
     offers: list[_Offer | None] = [None] * dist.get_world_size()
     dist.all_gather_object(offers, _offer(held, position, ctypes.addressof(trial)))
@@ -229,11 +236,6 @@ def _read(process: int, local: NDArray[np.int64], remote: NDArray[np.int64]) -> 
     if count != total:
         number = ctypes.get_errno() if count < 0 else errno.EFAULT
         raise OSError(number, f"reading the memory of process {process}: {os.strerror(number)}")
-
-
-def _let_read(reader: int) -> None:
-    """Hosts with the Yama security module let only a process's ancestors read it, unless it names another."""
-    _libc().prctl(_PR_SET_PTRACER, ctypes.c_ulong(reader), 0, 0, 0)
 
 
 @cache

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ppo.mcore import platform
+from megatron_ppo.mcore.host_memory import let_rank_0_read
 from megatron_ppo.mcore.rank_layout import RankLayout
 from megatron_ppo.protocol.errors import ConfigError
 
@@ -66,6 +67,7 @@ def distributed_runtime(*, timeout_s: float = 600.0) -> Iterator[DistributedRunt
         timeout=datetime.timedelta(seconds=timeout_s),
     )
     try:
+        let_rank_0_read()
         yield DistributedRuntime(rank=rank, world_size=world_size, device=platform.device())
     finally:
         _forget_models()

@@ -18,18 +18,11 @@ import torch
 from torch import Tensor
 
 from megatron_ppo.data.batch import TrainBatch
-from megatron_ppo.data.microbatch_plan import BatchPolicy, fixed_size
 from megatron_ppo.loop.residency import WEIGHTS, Part
 from megatron_ppo.mcore import platform
 from megatron_ppo.mcore.parallel import ParallelContext
 from megatron_ppo.mcore.residence import Residence
-from megatron_ppo.mcore.settings import (
-    OptimizerSettings,
-    OverlapSettings,
-    Precision,
-    RecomputeSettings,
-    SchedulerSettings,
-)
+from megatron_ppo.mcore.settings import TrainingSettings
 from megatron_ppo.mcore.weight_export import export_hf_weights, hf_weight_metadata
 from megatron_ppo.numerics.loss_output import LossCounts, LossOutput, share
 from megatron_ppo.numerics.loss_settings import PolicyLossSettings
@@ -37,7 +30,6 @@ from megatron_ppo.numerics.losses import policy_loss
 from megatron_ppo.numerics.masking import trainable_mask
 from megatron_ppo.protocol.errors import ConfigError
 from megatron_ppo.protocol.weights import TensorMeta
-from megatron_ppo.telemetry.accelerators import TransformerImpl
 
 if TYPE_CHECKING:
     from megatron_ppo.mcore.language_head import LanguageHead
@@ -51,18 +43,10 @@ class MegatronPolicy:
     Args:
         model: Hugging Face folder (config.json and safetensors) with the initial weights.
         parallel: groups of this model; policy and critic may differ.
-        precision: of parameters and activations; gradients and the optimizer are float32 in both.
-        transformer_impl: whose layers; auto is Transformer Engine's where it can be used.
-        train_micro_batch_size, logprob_batch_size: sequences per forward pass and data-parallel rank, at
-            most. Neither changes a result, only memory and speed.
-        train_batches, score_batches: other ways to cut a batch, in place of these two: by a token budget, padded
-            or packed.
+        pad_token_id: fills the places of a microbatch that have no token.
         logprob_chunk_size: positions whose logits exist at a time, in training and scoring; None = all of a
             microbatch. Bounds memory; training then computes the output layer twice.
         temperature: of sampling, > 0; log-probs and entropy are those of softmax(logits / temperature).
-        overlap_grad_reduce, overlap_param_gather, ddp_bucket_size: see `OverlapSettings`.
-        recompute: activations that the backward pass computes again; None = none.
-        moe_aux_loss_coeff: of the load-balancing loss of a mixture of experts; 0 = off.
         reference: keep a second, frozen copy of the initial weights for `reference_logprobs`.
         seed: of Megatron's generators.
     Raises: ConfigError for a model that cannot be mapped or cut, or a bad setting.
@@ -73,20 +57,8 @@ class MegatronPolicy:
         *,
         model: str | Path,
         parallel: ParallelContext,
-        optimizer: OptimizerSettings,
-        scheduler: SchedulerSettings,
-        train_micro_batch_size: int,
-        logprob_batch_size: int,
+        training: TrainingSettings,
         pad_token_id: int,
-        train_batches: BatchPolicy | None = None,
-        score_batches: BatchPolicy | None = None,
-        precision: Precision = "fp32",
-        transformer_impl: TransformerImpl = "auto",
-        overlap_grad_reduce: bool = False,
-        overlap_param_gather: bool = False,
-        ddp_bucket_size: int | None = None,
-        recompute: RecomputeSettings | None = None,
-        moe_aux_loss_coeff: float = 0.0,
         logprob_chunk_size: int | None = None,
         temperature: float = 1.0,
         loss: PolicyLossSettings | None = None,
@@ -100,29 +72,11 @@ class MegatronPolicy:
         platform.install()
         # Not at the top: importing megatron.core must come after install().
         from megatron_ppo.mcore.language_head import LanguageHead
-        from megatron_ppo.mcore.trained_model import ModelSettings, TrainedModel
+        from megatron_ppo.mcore.trained_model import TrainedModel
 
-        settings = ModelSettings(
-            folder=Path(model),
-            parallel=parallel,
-            precision=precision,
-            transformer_impl=transformer_impl,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            train_batches=train_batches or fixed_size("train_micro_batch_size", train_micro_batch_size),
-            score_batches=score_batches or fixed_size("logprob_batch_size", logprob_batch_size),
-            pad_token_id=pad_token_id,
-            seed=seed,
-            value_head=False,
-            overlap=OverlapSettings(
-                overlap_grad_reduce=overlap_grad_reduce,
-                overlap_param_gather=overlap_param_gather,
-                ddp_bucket_size=ddp_bucket_size,
-            ),
-            recompute=RecomputeSettings() if recompute is None else recompute,
-            moe_aux_loss_coeff=moe_aux_loss_coeff,
+        self.trained: TrainedModel = TrainedModel(
+            Path(model), parallel, training, pad_token_id=pad_token_id, seed=seed, value_head=False
         )
-        self.trained: TrainedModel = TrainedModel(settings)
         self._temperature = temperature
         self._loss = PolicyLossSettings() if loss is None else loss
         self._reference = self.trained.frozen_copy() if reference else None
@@ -178,7 +132,7 @@ class MegatronPolicy:
         """
         self.residence.require(WEIGHTS, "reading the weights")
         self.trained.flush()
-        return export_hf_weights(self.trained.chunks, self.trained.weight_map, only_rank_0=True)
+        return export_hf_weights(self.trained.chunks, self.trained.weight_map)
 
     def parameters_hash(self) -> str:
         """Changes if and only if a parameter does; the same on every rank."""

@@ -1,11 +1,13 @@
-"""What a caller chooses about optimization, in the config's names. Checked at construction; no torch."""
+"""What a caller chooses about a model's training, in the config's names. Checked at construction; no torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from megatron_ppo.data.microbatch_plan import BatchPolicy
 from megatron_ppo.protocol.errors import ConfigError
+from megatron_ppo.telemetry.accelerators import TransformerImpl
 
 Precision = Literal["fp32", "bf16"]
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
@@ -162,3 +164,32 @@ class RecomputeSettings:
                 f"recompute.num_layers: got {self.num_layers}; must divide {layers}, the layers of a pipeline chunk, "
                 "with recompute.method=uniform"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSettings:
+    """How a model is trained, whatever its loss; policy and critic have one each.
+
+    Attributes:
+        train_batches, score_batches: how passes with and without gradient are cut into microbatches: by a number of
+            sequences, or by a token budget, padded or packed. Neither changes a result, only memory and speed.
+            Lengths are rounded up further where the layout needs it.
+        precision: of parameters and activations; gradients and the optimizer are float32 in both.
+        transformer_impl: whose layers; auto is Transformer Engine's where it can be used.
+        moe_aux_loss_coeff: of the load-balancing loss of a mixture of experts; 0 = off.
+    """
+
+    optimizer: OptimizerSettings
+    scheduler: SchedulerSettings
+    train_batches: BatchPolicy
+    score_batches: BatchPolicy
+    precision: Precision = "fp32"
+    transformer_impl: TransformerImpl = "auto"
+    overlap: OverlapSettings = field(default_factory=OverlapSettings)
+    recompute: RecomputeSettings = field(default_factory=RecomputeSettings)
+    moe_aux_loss_coeff: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.precision not in get_args(Precision):
+            allowed = ", ".join(get_args(Precision))
+            raise ConfigError(f"precision must be one of {allowed}, got {self.precision!r}")

@@ -36,59 +36,26 @@ from megatron_ppo.mcore.parallel import ParallelContext
 from megatron_ppo.mcore.residence import Residence, trained_tensors
 from megatron_ppo.mcore.schedule import fewest_microbatches
 from megatron_ppo.mcore.sequences import Microbatch, microbatches
-from megatron_ppo.mcore.settings import (
-    OptimizerSettings,
-    OverlapSettings,
-    Precision,
-    RecomputeSettings,
-    SchedulerSettings,
-)
+from megatron_ppo.mcore.settings import Precision, TrainingSettings
 from megatron_ppo.mcore.weights import WeightMap, load_hf_weights, named_parameters
 from megatron_ppo.numerics.loss_output import LossCounts, LossOutput
 from megatron_ppo.numerics.reduce import MetricPart, combine, finalise, over_minibatches
 from megatron_ppo.protocol.errors import ConfigError, NonFiniteError
-from megatron_ppo.telemetry.accelerators import TransformerImpl
 
 logger = logging.getLogger(__name__)
 
-_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 # (model output, microbatch, counts of the whole minibatch) -> loss share and metrics
 MinibatchLoss = Callable[[Tensor, Microbatch, LossCounts], LossOutput]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSettings:
-    """What policy and critic have in common. See `MegatronPolicy` for the fields.
-
-    Attributes:
-        train_batches, score_batches: how passes with and without gradient are cut into microbatches. Neither
-            changes a result. Lengths are rounded up further where the layout needs it.
-    """
-
-    folder: Path
-    parallel: ParallelContext
-    precision: Precision
-    optimizer: OptimizerSettings
-    scheduler: SchedulerSettings
-    train_batches: BatchPolicy
-    score_batches: BatchPolicy
-    pad_token_id: int
-    seed: int
-    value_head: bool
-    overlap: OverlapSettings
-    recompute: RecomputeSettings
-    transformer_impl: TransformerImpl
-    moe_aux_loss_coeff: float
-
-    def __post_init__(self) -> None:
-        if self.precision not in _DTYPES:
-            raise ConfigError(f"precision must be one of {', '.join(_DTYPES)}, got {self.precision!r}")
-
-
 class TrainedModel:
     """A Megatron GPT model with DDP, the distributed optimizer and its scheduler.
 
+    Args:
+        folder: in the Hugging Face layout, with the initial weights.
+        value_head: ends in a scalar head (the critic).
     Attributes:
         chunks: the bare model, in `parallel.virtual_size` chunks; parameters are views of DDP's buffers.
         modules: the same, wrapped as the schedule calls them.
@@ -97,16 +64,28 @@ class TrainedModel:
         residence: moves the model off its device and back; whatever needs a part that is off raises ResidencyError.
     """
 
-    def __init__(self, settings: ModelSettings) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        parallel: ParallelContext,
+        settings: TrainingSettings,
+        *,
+        pad_token_id: int,
+        seed: int,
+        value_head: bool,
+    ) -> None:
         self.settings = settings
-        self.parallel = settings.parallel
+        self.parallel = parallel
+        self.value_head = value_head
+        self._folder = folder
+        self._pad_token_id = pad_token_id
         self._train_batches = _fitted(settings.train_batches, self.parallel)
         self._score_batches = _fitted(settings.score_batches, self.parallel)
         self._last_scoring: MicrobatchPlan | None = None
-        self.model: HFModelConfig = read_hf_config(settings.folder)
-        if self.model.has_value_head and not settings.value_head:
+        self.model: HFModelConfig = read_hf_config(folder)
+        if self.model.has_value_head and not value_head:
             raise ConfigError(
-                f"model folder {settings.folder} holds a reward or value model; only the critic can start from it"
+                f"model folder {folder} holds a reward or value model; only the critic can start from it"
             )
         self.model.check_parallelism(
             tensor_model_parallel_size=self.parallel.tp_size,
@@ -122,7 +101,7 @@ class TrainedModel:
         self.kernels = platform.kernels(settings.transformer_impl, settings.precision)
         # Dropout is 0, so these generators never draw; Megatron asks for their existence.
         model_parallel_cuda_manual_seed(
-            settings.seed, tp_rank=self.parallel.tp_rank, ep_rank=0, etp_rank=0, force_reset_rng=True
+            seed, tp_rank=self.parallel.tp_rank, ep_rank=0, etp_rank=0, force_reset_rng=True
         )
         self.config = model.transformer_config(
             self.model,
@@ -152,7 +131,7 @@ class TrainedModel:
         self.config.grad_scale_func = self.optimizer.scale_loss
         optimizer.overlap_communication(self.modules, self.config, settings.overlap)
         self.residence = Residence(
-            "critic" if settings.value_head else "policy",
+            "critic" if value_head else "policy",
             trained_tensors(self.modules, self.optimizer),
             before=self._before_move,
         )
@@ -178,9 +157,9 @@ class TrainedModel:
 
     def _build(self) -> tuple[Any, ...]:
         chunks = model.build_model(
-            self.model, self.config, self.parallel, self.kernels, value_head=self.settings.value_head
+            self.model, self.config, self.parallel, self.kernels, value_head=self.value_head
         )
-        load_hf_weights(chunks, self.weight_map, self.settings.folder)
+        load_hf_weights(chunks, self.weight_map, self._folder)
         return chunks
 
     def frozen_copy(self) -> tuple[torch.nn.Module, ...]:
@@ -193,7 +172,7 @@ class TrainedModel:
     @property
     def weight_map(self) -> WeightMap:
         """How this rank's parameters correspond to Hugging Face tensors."""
-        return WeightMap(model=self.model, parallel=self.parallel, value_head=self.settings.value_head)
+        return WeightMap(model=self.model, parallel=self.parallel, value_head=self.value_head)
 
     def tokens(
         self,
@@ -218,7 +197,7 @@ class TrainedModel:
             function,
             plan=self._last_scoring,
             policy=self._score_batches,
-            pad_token_id=self.settings.pad_token_id,
+            pad_token_id=self._pad_token_id,
         )
 
     def scoring_metrics(self, prefix: str) -> dict[str, float]:
@@ -262,7 +241,7 @@ class TrainedModel:
             batches.shares[self.parallel.dp_rank],
             self.parallel,
             policy=self._train_batches,
-            pad_token_id=self.settings.pad_token_id,
+            pad_token_id=self._pad_token_id,
         )
         self._zero_gradients()
 

@@ -1,8 +1,8 @@
-"""Megatron shards to full Hugging Face tensors, one parameter at a time.
+"""Megatron shards to full Hugging Face tensors on rank 0, one parameter at a time.
 
-Driven by whoever publishes, exports or compares weights, on all ranks in one order. A route says how the shards of a
-parameter come together: on every rank, or on rank 0 alone, there by messages or out of the other ranks' memory
-(`host_memory`). Invariant: whatever the layout and the route, the bits are those that `weights` loaded.
+Driven by whoever publishes or exports weights, on all ranks in one order. A route says how the shards of a parameter
+come to rank 0: by messages, or out of the other ranks' memory (`host_memory`). Invariant: whatever the layout and the
+route, the bits are those that `weights` loaded.
 """
 
 from __future__ import annotations
@@ -34,27 +34,20 @@ def hf_weight_metadata(
     )
 
 
-def export_hf_weights(
-    chunks: Sequence[Any], weight_map: WeightMap, *, only_rank_0: bool = False
-) -> Iterator[Tensor]:
-    """Full Hugging Face tensors in the order of `hf_weight_metadata`, the same on every rank.
+def export_hf_weights(chunks: Sequence[Any], weight_map: WeightMap) -> Iterator[Tensor]:
+    """Full Hugging Face tensors in the order of `hf_weight_metadata`, on rank 0 of the job alone.
 
-    Collective over all ranks of the job, which all run it to its end: each parameter is gathered over its stage's
-    tensor group, an expert's then sent to the ranks with other experts, and all to the other pipeline stages. What
+    Collective over all ranks of the job, which all run it to its end; the others yield nothing. Every tensor goes to
+    rank 0 alone: read from the memory of the ranks that have it where the host allows that (see `host_memory`), else
+    over the tensor group of the one copy of the model that rank 0 belongs to, then from its stage to the first. What
     needs no gathering is yielded as a view of the parameter, which the next update changes.
 
-    Between two yields this rank holds the tensor that is yielded and, while a parameter has further tensors, the
+    Between two yields rank 0 holds the tensor that is yielded and, while a parameter has further tensors, the
     gathered parameter; beyond its own shards and never more than one layer, as long as the caller keeps none.
-
-    Args:
-        only_rank_0: rank 0 of the job alone yields tensors; the others take part in the gathers and yield nothing.
-            Every tensor then goes to that rank alone: read from the memory of the ranks that have it where the host
-            allows that (see `host_memory`), else over the tensor group of the one copy of the model that rank 0
-            belongs to, then from its stage to the first.
     """
     parameters = {name: p.detach() for name, p in named_parameters(chunks)}
     dtype = next(iter(parameters.values())).dtype
-    route = _route_to_rank_0(weight_map, parameters) if only_rank_0 else _ToEveryRank(weight_map, parameters)
+    route = _route(weight_map, parameters)
     try:
         for piece in weight_map.pieces():
             parts = route.parts(piece) if route.holds(piece) else iter(())
@@ -67,7 +60,7 @@ def export_hf_weights(
         route.end()
 
 
-def _parts(
+def full_tensors(
     shards: Sequence[Tensor | RemoteShard], piece: WeightPiece, model: HFModelConfig
 ) -> Iterator[Tensor]:
     """The Hugging Face tensors of a parameter, one at a time; views of its only shard where that is possible.
@@ -143,8 +136,10 @@ def _head_rows(piece: WeightPiece, model: HFModelConfig) -> list[int]:
     return [shape[0] // model.num_kv_heads for _, shape in piece.outputs]
 
 
-class _ToEveryRank:
-    """All ranks of a copy of the model get every tensor."""
+class _ByMessages:
+    """Rank 0 of the job gets every tensor, straight from the ranks that have it; the copies of the model that it is
+    not part of do nothing.
+    """
 
     def __init__(self, weight_map: WeightMap, parameters: Mapping[str, Tensor]) -> None:
         self._map = weight_map
@@ -152,50 +147,17 @@ class _ToEveryRank:
         self._parameters = parameters
 
     def holds(self, piece: WeightPiece) -> bool:
-        """Whether this rank has a shard to give."""
-        here = self._map.stage_of(piece) == self._parallel.pp_rank
+        """Whether this rank is one of those that give their shards."""
+        copies = self._parallel.data_context if piece.expert is None else self._parallel.expert_data
+        here = copies.rank() == 0 and self._map.stage_of(piece) == self._parallel.pp_rank
         return here and self._map.owner_of(piece) in (None, self._parallel.ep_rank)
-
-    def gathered(self, piece: WeightPiece) -> Sequence[Tensor] | None:
-        """The shards of the tensor group; a parameter that is whole on every rank is its own gathering."""
-        shard = self._parameters[piece.name]
-        if piece.cut == "whole" or self._parallel.tp_size == 1:
-            return [shard]
-        shards = [torch.empty_like(shard) for _ in range(self._parallel.tp_size)]
-        dist.all_gather(shards, shard.contiguous(), group=self._parallel.tensor)
-        return shards
 
     def parts(self, piece: WeightPiece) -> Iterator[Tensor]:
         """The Hugging Face tensors of the piece, where it has been gathered. Collective of those that hold it."""
-        shards = self.gathered(piece)
-        return iter(()) if shards is None else _parts(shards, piece, self._map.model)
+        shards = self._gathered(piece)
+        return iter(()) if shards is None else full_tensors(shards, piece, self._map.model)
 
-    def delivered(
-        self, tensor: Tensor | None, piece: WeightPiece, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Tensor | None:
-        """The tensor of whoever has it, on the ranks that get it; None elsewhere."""
-        stage, owner, parallel = self._map.stage_of(piece), self._map.owner_of(piece), self._parallel
-        if owner is not None and stage == parallel.pp_rank:
-            tensor = _broadcast(tensor, shape, dtype, parallel.expert, owner)
-        if parallel.pp_size > 1:
-            tensor = _broadcast(tensor, shape, dtype, parallel.pipeline, stage)
-        return tensor
-
-    def end(self) -> None:
-        """Called on every rank after the last tensor."""
-
-
-class _ToRank0(_ToEveryRank):
-    """Rank 0 of the job gets every tensor, straight from the ranks that have it; the copies of the model that it is
-    not part of do nothing.
-    """
-
-    def holds(self, piece: WeightPiece) -> bool:
-        """Whether this rank is the one that gives its shard."""
-        copies = self._parallel.data_context if piece.expert is None else self._parallel.expert_data
-        return copies.rank() == 0 and super().holds(piece)
-
-    def gathered(self, piece: WeightPiece) -> Sequence[Tensor] | None:
+    def _gathered(self, piece: WeightPiece) -> Sequence[Tensor] | None:
         """The shards on the first rank of the tensor group, None on the others."""
         parallel, shard = self._parallel, self._parameters[piece.name]
         if piece.cut == "whole" or parallel.tp_size == 1:
@@ -226,6 +188,9 @@ class _ToRank0(_ToEveryRank):
             tensor = _to_first(tensor, shape, dtype, parallel.pipeline, stage)
         return tensor
 
+    def end(self) -> None:
+        """Called on every rank after the last tensor."""
+
 
 class _FromHostMemory:
     """Rank 0 reads every shard where it lies, in the memory of the rank that holds it, while the others wait."""
@@ -241,7 +206,7 @@ class _FromHostMemory:
     def parts(self, piece: WeightPiece) -> Iterator[Tensor]:
         """The Hugging Face tensors of the piece."""
         shards = self._shared.shards(piece.name)
-        return _parts(shards[:1] if piece.cut == "whole" else shards, piece, self._model)
+        return full_tensors(shards[:1] if piece.cut == "whole" else shards, piece, self._model)
 
     def delivered(
         self, tensor: Tensor | None, piece: WeightPiece, shape: tuple[int, ...], dtype: torch.dtype
@@ -254,25 +219,14 @@ class _FromHostMemory:
         self._shared.release()
 
 
-def _route_to_rank_0(weight_map: WeightMap, parameters: Mapping[str, Tensor]) -> _ToRank0 | _FromHostMemory:
+def _route(weight_map: WeightMap, parameters: Mapping[str, Tensor]) -> _ByMessages | _FromHostMemory:
     """Collective."""
-    route = _ToRank0(weight_map, parameters)
+    route = _ByMessages(weight_map, parameters)
     if dist.get_world_size() == 1:
         return route
     held = {piece.name: parameters[piece.name] for piece in weight_map.pieces() if route.holds(piece)}
     shared = share_parameters(held, position=weight_map.parallel.tp_rank)
     return route if shared is None else _FromHostMemory(shared, weight_map.model)
-
-
-def _broadcast(
-    tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, group: dist.ProcessGroup, source: int
-) -> Tensor:
-    """The tensor of the group's rank `source`, on every rank of the group."""
-    if tensor is None:
-        tensor = torch.empty(shape, dtype=dtype, device=platform.device())
-    tensor = tensor.contiguous()
-    dist.broadcast(tensor, group_src=source, group=group)
-    return tensor
 
 
 def _to_first(

@@ -21,7 +21,7 @@ from tests.functional.mcore.jobs import Layout, build, context, random_batch
 
 
 def forward_calls(
-    *, folder: str, kind: str, ways: dict[str, RecomputeSettings | None], parts: tuple[str, ...]
+    *, folder: str, kind: str, ways: dict[str, RecomputeSettings], parts: tuple[str, ...]
 ) -> dict[str, dict[str, int]]:
     """How often the parts of a layer are computed in one update of a single microbatch, for each way to recompute.
 

@@ -4,6 +4,7 @@ data.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 import os
@@ -18,15 +19,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ppo.data.batch import TrainBatch
-from megatron_ppo.data.microbatch_plan import BatchPolicy
+from megatron_ppo.data.microbatch_plan import BatchPolicy, FixedSize
 from megatron_ppo.mcore.checkpoint import load_models, save_models
 from megatron_ppo.mcore.critic import MegatronCritic
 from megatron_ppo.mcore.parallel import ParallelContext, distributed_runtime
 from megatron_ppo.mcore.policy import MegatronPolicy
-from megatron_ppo.mcore.settings import OptimizerSettings, SchedulerSettings
-from megatron_ppo.mcore.weight_export import export_hf_weights, hf_weight_metadata
+from megatron_ppo.mcore.settings import (
+    OptimizerSettings,
+    OverlapSettings,
+    SchedulerSettings,
+    TrainingSettings,
+)
+from megatron_ppo.mcore.weight_export import hf_weight_metadata
 from megatron_ppo.numerics.loss_settings import PolicyLossSettings
 from megatron_ppo.protocol.errors import CheckpointError, ConfigError, NonFiniteError
+from tests.functional.mcore.every_rank import weights_on_every_rank
 
 Layout = dict[str, int | bool]
 
@@ -161,20 +168,40 @@ def context(layout: Layout) -> Iterator[ParallelContext]:
 
 
 def settings(folder: str, **changes: Any) -> dict[str, Any]:
-    """Keyword arguments common to policy and critic.
+    """Keyword arguments common to policy and critic; `changes` also of the parts of `training`, by their own names.
 
     Adam's epsilon is large: where the true gradient is 0 (key biases), rounding noise would otherwise be scaled up to
     steps of the size of the learning rate, and layouts could not be compared.
     """
     return {
         "model": folder,
-        "optimizer": OptimizerSettings(lr=1e-4, adam_eps=1e-6, weight_decay=0.1, clip_grad=0.5),
-        "scheduler": SchedulerSettings(lr_decay_steps=10, lr_decay_style="cosine"),
-        "train_micro_batch_size": 4,
-        "logprob_batch_size": 3,
+        "training": _training(**{name: changes.pop(name) for name in changes.keys() & _OF_TRAINING}),
         "pad_token_id": 0,
         **changes,
     }
+
+
+_OF_TRAINING = {
+    "train_micro_batch_size", "logprob_batch_size",
+    *(field.name for field in dataclasses.fields(TrainingSettings)),
+    *(field.name for field in dataclasses.fields(OverlapSettings)),
+}  # fmt: skip
+
+
+def _training(
+    *, train_micro_batch_size: int = 4, logprob_batch_size: int = 3, **changes: Any
+) -> TrainingSettings:
+    overlap = {field.name for field in dataclasses.fields(OverlapSettings)} & changes.keys()
+    return TrainingSettings(
+        **{
+            "optimizer": OptimizerSettings(lr=1e-4, adam_eps=1e-6, weight_decay=0.1, clip_grad=0.5),
+            "scheduler": SchedulerSettings(lr_decay_steps=10, lr_decay_style="cosine"),
+            "train_batches": FixedSize(sequences=train_micro_batch_size),
+            "score_batches": FixedSize(sequences=logprob_batch_size),
+            "overlap": OverlapSettings(**{name: changes.pop(name) for name in overlap}),
+            **changes,
+        }
+    )
 
 
 def build(
@@ -194,10 +221,12 @@ def full_parameters(model: MegatronPolicy | MegatronCritic) -> dict[str, Tensor]
 
 def _in_hugging_face_layout(model: MegatronPolicy | MegatronCritic) -> dict[str, Tensor]:
     trained = model.trained
-    metadata = hf_weight_metadata(trained.model, trained.dtype, value_head=trained.settings.value_head)
+    metadata = hf_weight_metadata(trained.model, trained.dtype, value_head=trained.value_head)
     return {
         meta.name: tensor.clone()
-        for meta, tensor in zip(metadata, export_hf_weights(trained.chunks, trained.weight_map), strict=True)
+        for meta, tensor in zip(
+            metadata, weights_on_every_rank(trained.chunks, trained.weight_map), strict=True
+        )
     }
 
 
@@ -392,8 +421,8 @@ def logprob_and_entropy_difference(*, folder: str, layout: Layout, temperature: 
 
 
 def export_mismatches(*, folder: str, layout: Layout) -> list[str]:
-    """Names that differ in any bit, name, shape or dtype from the files that the weights came from: as exported to
-    every rank, and as streamed to rank 0.
+    """Names that differ in any bit, name, shape or dtype from the files that the weights came from: as every rank
+    has them, and as streamed to rank 0.
     """
     from safetensors.torch import load_file
 
@@ -403,8 +432,8 @@ def export_mismatches(*, folder: str, layout: Layout) -> list[str]:
     with context(layout) as parallel:
         policy = MegatronPolicy(parallel=parallel, **settings(folder))
         wrong, metadata, streamed = [], policy.weight_metadata(), []
-        exported = export_hf_weights(policy.trained.chunks, policy.trained.weight_map)
-        for meta, tensor in zip(metadata, exported, strict=True):
+        gathered = weights_on_every_rank(policy.trained.chunks, policy.trained.weight_map)
+        for meta, tensor in zip(metadata, gathered, strict=True):
             expected = files[meta.name]
             same = torch.equal(tensor, expected) and meta.shape == tuple(expected.shape)
             if not same or meta.dtype != "float32":

@@ -14,11 +14,11 @@ from benchmarks.peak_memory import broadcasts_release_at_once, peak_bytes
 from megatron_ppo.mcore import weight_export
 from megatron_ppo.mcore.host_memory import SharedParameters, share_parameters
 from megatron_ppo.mcore.policy import MegatronPolicy
-from megatron_ppo.mcore.weight_export import export_hf_weights
 from megatron_ppo.protocol.weights import largest_layer_bytes
 from megatron_ppo.refit.agreement import agreement_over
 from megatron_ppo.refit.broadcast import BroadcastRefit
 from megatron_ppo.transport.broadcast_group import BroadcastStore
+from tests.functional.mcore.every_rank import weights_on_every_rank
 from tests.functional.mcore.jobs import Layout, context, random_batch, settings
 from tests.functional.mcore.receiver_process import ReceiverFleet, receiver_process, tensor_hash
 
@@ -73,10 +73,10 @@ def publish(
         whole = peak_bytes(lambda: list(policy.full_weights()))
         # What the publish must have done by itself.
         policy.trained.flush()
-        exported = export_hf_weights(policy.trained.chunks, policy.trained.weight_map)
+        weights = weights_on_every_rank(policy.trained.chunks, policy.trained.weight_map)
         expected = {
             meta.name: tensor_hash(tensor)
-            for meta, tensor in zip(policy.weight_metadata(), exported, strict=True)
+            for meta, tensor in zip(policy.weight_metadata(), weights, strict=True)
         }
         return {
             "expected": expected,

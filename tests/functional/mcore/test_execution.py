@@ -26,7 +26,7 @@ def test_the_backward_pass_computes_again_exactly_what_recompute_names(
     workers: WorkerGroup, tiny_model: Callable[[str], Path], kind: str
 ) -> None:
     ways = {
-        "nothing": None,
+        "nothing": RecomputeSettings(),
         "all_layers": ALL_LAYERS["recompute"],
         "first_layer": FIRST_LAYER["recompute"],
         "core_attn": selective("core_attn"),
@@ -55,7 +55,7 @@ def test_experts_are_computed_again_if_recompute_names_them(
         JOBS + "forward_calls",
         folder=str(tiny_model("qwen3_moe")),
         kind="policy",
-        ways={"nothing": None, "moe": EXPERTS["recompute"]},
+        ways={"nothing": RecomputeSettings(), "moe": EXPERTS["recompute"]},
         parts=("core_attention", "router", "experts"),
     )
     once = {"core_attention": 2, "router": 2, "experts": 2}

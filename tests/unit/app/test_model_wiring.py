@@ -11,9 +11,15 @@ import pytest
 from megatron_ppo.app import models
 from megatron_ppo.config.checks import derive
 from megatron_ppo.config.schema import RunConfig
-from megatron_ppo.data.microbatch_plan import TokenBudget
+from megatron_ppo.data.microbatch_plan import FixedSize, TokenBudget
 from megatron_ppo.loop.residency import STATIONARY
-from megatron_ppo.mcore.settings import OptimizerSettings, RecomputeSettings, SchedulerSettings
+from megatron_ppo.mcore.settings import (
+    OptimizerSettings,
+    OverlapSettings,
+    RecomputeSettings,
+    SchedulerSettings,
+    TrainingSettings,
+)
 from tests.unit.config.composed import changed
 from tests.unit.hf_folder import OF_EXPERTS, TINY_QWEN2, write_model_folder
 
@@ -128,28 +134,28 @@ def test_every_key_of_a_layout_and_of_execution_reaches_the_models(
         "pad_token_id": 3,
         "seed": 5,
         "logprob_chunk_size": 7,
-        # Two ranks of context in zigzag, of two tensor ranks each: lengths are multiples of 8.
-        "train_batches": TokenBudget(tokens=200, packed=True, multiple=8),
-        "score_batches": TokenBudget(tokens=400, packed=True, multiple=8),
-        "precision": "bf16",
-        "transformer_impl": "local",
-        "moe_aux_loss_coeff": 0.0,
-        "train_micro_batch_size": 3,
-        "logprob_batch_size": 5,
-        "overlap_grad_reduce": True,
-        "overlap_param_gather": True,
-        "ddp_bucket_size": 12345,
-        "recompute": RecomputeSettings(granularity="full", method="block", num_layers=1),
-        "optimizer": OptimizerSettings(
-            lr=1e-3,
-            min_lr=1e-4,
-            adam_beta1=0.8,
-            adam_beta2=0.9,
-            adam_eps=1e-6,
-            weight_decay=0.2,
-            clip_grad=0.3,
+        "training": TrainingSettings(
+            optimizer=OptimizerSettings(
+                lr=1e-3,
+                min_lr=1e-4,
+                adam_beta1=0.8,
+                adam_beta2=0.9,
+                adam_eps=1e-6,
+                weight_decay=0.2,
+                clip_grad=0.3,
+            ),
+            scheduler=SchedulerSettings(lr_decay_style="cosine", lr_warmup_steps=2, lr_decay_steps=9),
+            # Two ranks of context in zigzag, of two tensor ranks each: lengths are multiples of 8.
+            train_batches=TokenBudget(tokens=200, packed=True, multiple=8),
+            score_batches=TokenBudget(tokens=400, packed=True, multiple=8),
+            precision="bf16",
+            transformer_impl="local",
+            overlap=OverlapSettings(
+                overlap_grad_reduce=True, overlap_param_gather=True, ddp_bucket_size=12345
+            ),
+            recompute=RecomputeSettings(granularity="full", method="block", num_layers=1),
+            moe_aux_loss_coeff=0.0,
         ),
-        "scheduler": SchedulerSettings(lr_decay_style="cosine", lr_warmup_steps=2, lr_decay_steps=9),
     }
     assert critic.pop("value_loss").cliprange == 0.5
     assert critic["model"] == Path("critic")
@@ -162,12 +168,25 @@ def test_every_key_of_a_layout_and_of_execution_reaches_the_models(
         "sequence_parallel": False,
         "timeout_s": 77.0,
     }
-    assert critic["train_batches"] == TokenBudget(tokens=320, packed=False, multiple=16)
-    assert critic["score_batches"] == TokenBudget(tokens=640, packed=False, multiple=16)
-    assert critic["recompute"] == RecomputeSettings(granularity="selective", modules=("core_attn", "moe"))
-    assert (critic["moe_aux_loss_coeff"], critic["precision"]) == (0.25, "fp32")
-    assert (critic["overlap_grad_reduce"], critic["overlap_param_gather"]) == (True, False)
+    training = critic["training"]
+    assert training.train_batches == TokenBudget(tokens=320, packed=False, multiple=16)
+    assert training.score_batches == TokenBudget(tokens=640, packed=False, multiple=16)
+    assert training.recompute == RecomputeSettings(granularity="selective", modules=("core_attn", "moe"))
+    assert (training.moe_aux_loss_coeff, training.precision) == (0.25, "fp32")
+    assert training.overlap == OverlapSettings(overlap_grad_reduce=True)
     assert (critic["pad_token_id"], critic["seed"]) == (3, 5)
+
+
+def test_without_a_token_budget_microbatches_are_of_as_many_sequences_as_configured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = {f"policy.sequence_packing.{key}": None for key in ("train_mb_tokens", "logprob_mb_tokens")}
+    config = config_of(tmp_path, **whole, **{"policy.sequence_packing.enabled": False})
+    training = passed(config, monkeypatch)["MegatronPolicy"]["training"]
+    assert (training.train_batches, training.score_batches) == (
+        FixedSize(sequences=3),
+        FixedSize(sequences=5),
+    )
 
 
 def test_the_keys_of_this_test_are_all_that_there_are(tmp_path: Path) -> None:
@@ -178,7 +197,8 @@ def test_the_keys_of_this_test_are_all_that_there_are(tmp_path: Path) -> None:
         for name in ("parallelism", "optimizer", "scheduler", "recompute", "sequence_packing")
         for key in getattr(section, name).model_dump()
     }
-    flat = section.kwargs().keys() - {"optimizer", "scheduler", "recompute"}
+    groups = {"model", "parallelism", "optimizer", "scheduler", "recompute"}
+    flat = section.kwargs().keys() - groups - {"dynamic_batching", "sequence_packing"}
     elsewhere = {
         "parallelism.data_parallel_size": "what is left over",
         "parallelism.expert_model_parallel_size": "the critic's",

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from megatron_ppo.data.microbatch_plan import FixedSize
 from megatron_ppo.mcore.settings import (
     OptimizerSettings,
     OverlapSettings,
     RecomputeSettings,
     SchedulerSettings,
+    TrainingSettings,
 )
 from megatron_ppo.protocol.errors import ConfigError
 
@@ -46,6 +48,17 @@ def test_a_bad_scheduler_setting_is_refused(changes: dict[str, Any], words: tupl
     with pytest.raises(ConfigError) as error:
         SchedulerSettings(**{"lr_decay_steps": 10, **changes})
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_an_unknown_precision_is_refused() -> None:
+    with pytest.raises(ConfigError, match="precision must be one of fp32, bf16, got 'fp16'"):
+        TrainingSettings(
+            optimizer=OptimizerSettings(lr=1e-3),
+            scheduler=SchedulerSettings(lr_decay_steps=10),
+            train_batches=FixedSize(sequences=1),
+            score_batches=FixedSize(sequences=1),
+            precision="fp16",  # type: ignore[arg-type]
+        )
 
 
 @pytest.mark.parametrize(
