@@ -21,8 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_ppo.collector.collector import Collector
-from megatron_ppo.collector.scoring import ThreadScoring
 from megatron_ppo.data.prompts import ShuffledPrompts
 from megatron_ppo.data.task import TaskExample
 from megatron_ppo.loop.advantage import GAE
@@ -33,11 +31,10 @@ from megatron_ppo.loop.identity import Trait
 from megatron_ppo.loop.recorded import RecordedGroups
 from megatron_ppo.protocol.moves import Move, Stage
 from megatron_ppo.protocol.schedule import AsyncSchedule
-from megatron_ppo.protocol.trajectory import Completion, Prompt, PromptGroup, Reservation, SamplingSettings
-from megatron_ppo.replay.buffer import PromptGroupBuffer
+from megatron_ppo.protocol.trajectory import Completion, Prompt, Reservation, SamplingSettings
 from megatron_ppo.replay.journal import LedgerFile
 from megatron_ppo.replay.service import ReplayService
-from megatron_ppo.testing.fakes import FakeEngine, FakeScorer, prompt_ids
+from megatron_ppo.testing.fakes import FakeEngine, prompt_ids
 from megatron_ppo.testing.loop_fakes import (
     FakeCritic,
     FakeModelStore,
@@ -47,11 +44,11 @@ from megatron_ppo.testing.loop_fakes import (
     FakeValidator,
     StepOrder,
 )
-from tests.unit.loop.fake_run import GENERATIONS, PROMPTS, OrderedCheckpoints, loop_settings, on_rank_zero
+from tests.unit.loop.collection import LIMIT_S, Collection
+from tests.unit.loop.fake_run import OrderedCheckpoints, loop_settings, on_rank_zero
 from tests.unit.loop.killed_save import OPERATIONS, Killed
 
 T = TypeVar("T")
-LIMIT_S = 60.0
 EPOCH = 5
 """Prompts per epoch: no multiple of a step's, so epochs end inside of steps and at their borders."""
 STREAM = ShuffledPrompts(
@@ -240,8 +237,8 @@ class MortalLedger(LedgerFile):
         os.truncate(self._file, rng.randint(self.synced, size))
 
 
-class SteppedCollection:
-    """`GroupSource` and `ReplaySnapshots`: collector and buffer, which work while the learner calls or waits."""
+class SteppedCollection(Collection):
+    """A collection that works while the learner calls or waits, and dies with the process."""
 
     def __init__(
         self,
@@ -252,36 +249,24 @@ class SteppedCollection:
         death: Death,
         seed: int,
     ) -> None:
-        self._order = order
         self._death = death
         self._loop = asyncio.new_event_loop()
         # The death of a rollout is met by `call`.
         self._loop.set_exception_handler(lambda loop, context: None)
         self._died = asyncio.Event()
         death.on_death = self._died.set
-        self.engine = engine
-        self.replay = ReplayService(
-            PromptGroupBuffer(
-                schedule=plan.schedule,
-                num_prompts_per_step=PROMPTS,
-                num_generations_per_prompt=GENERATIONS,
-                journal=ledger,
-            ),
-            journal=ledger,
-        )
-        self.collector = Collector(
-            replay=GivingUp(self.replay),
+        super().__init__(
+            order,
+            schedule=plan.schedule,
             engine=engine,
-            scoring=ThreadScoring(FakeScorer(), threads=1, deadline_s=LIMIT_S),
             prompts=MortalPrompts(death),
-            num_generations=GENERATIONS,
-            sampling=SamplingSettings(max_new_tokens=plan.max_new_tokens),
             seed=seed,
-            max_concurrent_groups=3,
-            deadline_s=LIMIT_S,
+            around_replay=GivingUp,
             max_retries=0,
             max_generation_failures=1_000_000,
             reserve_timeout_s=0.001,  # a pause waits for it
+            max_new_tokens=plan.max_new_tokens,
+            journal=ledger,
         )
         self._running = self._loop.create_task(self.collector.run())
 
@@ -308,24 +293,6 @@ class SteppedCollection:
                 await asyncio.sleep(0)
 
         self._loop.run_until_complete(turn())
-
-    def take(self, *, target_step: int) -> list[PromptGroup]:
-        self._order.took(target_step)
-        return self.call(self.replay.take(target_step=target_step, timeout_s=LIMIT_S))
-
-    def open(self, *, step: int, frontier: int) -> None:
-        self._order.opened(step, frontier)
-        self.call(self.replay.open(step=step, frontier=frontier))
-
-    def snapshot(self) -> str:
-        self.call(self.collector.pause(timeout_s=LIMIT_S))
-        try:
-            return self.call(self.replay.snapshot())
-        finally:
-            self.call(self.collector.resume())
-
-    def restore(self, snapshot: str | None, *, resume_step: int) -> None:
-        self.call(self.replay.restore(snapshot, resume_step=resume_step))
 
     def close(self) -> None:
         """End everything at once."""

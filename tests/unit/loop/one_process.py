@@ -12,30 +12,20 @@ from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from megatron_ppo.collector.collector import Collector
-from megatron_ppo.collector.scoring import ThreadScoring
-from megatron_ppo.collector.whole_step import StepBatches
 from megatron_ppo.protocol.ports import Scorer
 from megatron_ppo.protocol.schedule import AsyncSchedule
-from megatron_ppo.protocol.trajectory import PromptGroup, SamplingSettings
-from megatron_ppo.replay.buffer import PromptGroupBuffer
-from megatron_ppo.replay.service import ReplayService
+from megatron_ppo.protocol.trajectory import PromptGroup
 from megatron_ppo.replay.status import BufferStatus
-from megatron_ppo.testing.fakes import FakeEngine, FakePromptStream, FakeScorer
+from megatron_ppo.testing.fakes import FakeEngine, FakePromptStream
 from megatron_ppo.testing.loop_fakes import FakeRefit, StepOrder
-from tests.unit.loop.fake_run import GENERATIONS, PROMPTS, WorkLog
+from tests.unit.loop.collection import LIMIT_S, Collection
+from tests.unit.loop.fake_run import WorkLog
 
 T = TypeVar("T")
-LIMIT_S = 60.0
-"""Only a deadlock takes that long; a call takes milliseconds."""
 
 
-class LiveCollection:
-    """`GroupSource` and `ReplaySnapshots` over the real collector and the real replay service.
-
-    Args:
-        deterministic: as the parts of a run with `run.deterministic` are set.
-    """
+class LiveCollection(Collection):
+    """A collection that works all the time, whatever the learner does."""
 
     def __init__(
         self,
@@ -47,32 +37,21 @@ class LiveCollection:
         scorer: Scorer | None = None,
         deterministic: bool = False,
     ) -> None:
-        self._order = order
+        super().__init__(
+            order,
+            schedule=schedule,
+            engine=engine,
+            prompts=FakePromptStream(),
+            seed=42,
+            reserve_timeout_s=0.02,
+            scorer=scorer,
+            scorer_threads=2,
+            deterministic=deterministic,
+        )
         self._work = work
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="collection", daemon=True)
         self._thread.start()
-        self.engine = engine
-        self.replay = ReplayService(
-            PromptGroupBuffer(
-                schedule=schedule,
-                num_prompts_per_step=PROMPTS,
-                num_generations_per_prompt=GENERATIONS,
-                takes_in_ordinal_order=deterministic,
-            )
-        )
-        self.collector = Collector(
-            replay=self.replay,
-            engine=StepBatches(engine) if deterministic else engine,
-            scoring=ThreadScoring(scorer or FakeScorer(), threads=2, deadline_s=LIMIT_S),
-            prompts=FakePromptStream(),
-            num_generations=GENERATIONS,
-            sampling=SamplingSettings(max_new_tokens=6),
-            seed=42,
-            max_concurrent_groups=3,
-            deadline_s=LIMIT_S,
-            reserve_timeout_s=0.02,
-        )
         self._running = asyncio.run_coroutine_threadsafe(self.collector.run(), self._loop)
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
@@ -81,27 +60,9 @@ class LiveCollection:
 
     def take(self, *, target_step: int) -> list[PromptGroup]:
         """See `GroupSource.take`."""
-        self._order.took(target_step)
-        groups = self.call(self.replay.take(target_step=target_step, timeout_s=LIMIT_S))
+        groups = super().take(target_step=target_step)
         self._work.begin(target_step, groups)
         return groups
-
-    def open(self, *, step: int, frontier: int) -> None:
-        """See `GroupSource.open`."""
-        self._order.opened(step, frontier)
-        self.call(self.replay.open(step=step, frontier=frontier))
-
-    def snapshot(self) -> str:
-        """See `ReplaySnapshots.snapshot`."""
-        self.call(self.collector.pause(timeout_s=LIMIT_S))
-        try:
-            return self.call(self.replay.snapshot())
-        finally:
-            self.call(self.collector.resume())
-
-    def restore(self, snapshot: str | None, *, resume_step: int) -> None:
-        """See `ReplaySnapshots.restore`."""
-        self.call(self.replay.restore(snapshot, resume_step=resume_step))
 
     def status(self) -> BufferStatus:
         """Of the buffer."""
