@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,30 +32,26 @@ from megatron_ppo.app.kernels import choose_kernels
 from megatron_ppo.app.launcher import end_with_launcher, launcher_identity, restart_count
 from megatron_ppo.app.limits import ENDING, control_timeout_s, stage_deadlines
 from megatron_ppo.app.loopback import keep_to_loopback
+from megatron_ppo.app.outcome import Outcome
 from megatron_ppo.app.parts import PartsBuilder, refit_backend
 from megatron_ppo.app.termination import (
     ending_on_signals,
     is_on_every_rank,
-    is_own_cause,
-    lost_a_peer,
 )
 from megatron_ppo.config.derived import Derived
 from megatron_ppo.config.schema import RunConfig
 from megatron_ppo.data.task import TaskSpec
 from megatron_ppo.data.tasks import build_task, takes_option
 from megatron_ppo.loop.async_ppo import LoopSettings, Parts, train
-from megatron_ppo.loop.checkpoint_folder import CheckpointFolder
 from megatron_ppo.loop.identity import Trait
 from megatron_ppo.loop.ports import Checkpoints
 from megatron_ppo.mcore.parallel import DistributedRuntime, distributed_runtime
-from megatron_ppo.protocol.errors import CheckpointError, MegatronPPOError, StopRequested
+from megatron_ppo.protocol.errors import MegatronPPOError, StopRequested
 from megatron_ppo.ray_actors.rank0 import RankZero
-from megatron_ppo.telemetry.gate_check import gates_of, print_results, survived_faults
-from megatron_ppo.telemetry.gates import all_passed, evaluate, results_as_json
+from megatron_ppo.telemetry.gate_check import gates_of
 from megatron_ppo.telemetry.heartbeat import Heartbeat, StageClock, clear_beats
 from megatron_ppo.telemetry.process_log import redirect_process_output
-from megatron_ppo.telemetry.run_dir import OpenRun, RunDirectory, open_run, write_json_atomically
-from megatron_ppo.telemetry.sinks import read_rows
+from megatron_ppo.telemetry.run_dir import OpenRun, RunDirectory, open_run
 from megatron_ppo.telemetry.watchdog import Overdue, Watchdog
 
 logger = logging.getLogger(__name__)
@@ -99,17 +95,25 @@ def run_job(config: RunConfig, derived: Derived, *, alter: Callable[[Parts], Par
                 interruptions = Interruptions(
                     rank_zero=rank_zero, group=control, world_size=runtime.world_size
                 )
+                outcome = Outcome(
+                    name=config.run.name,
+                    resume=config.run.resume,
+                    rank=runtime.rank,
+                    directory=directory,
+                    opened=run,
+                    terminal=terminal,
+                )
                 job = _Job(
-                    config,
-                    derived,
-                    runtime,
-                    rank_zero,
-                    control,
-                    directory,
-                    run,
-                    terminal,
-                    stages,
-                    interruptions,
+                    config=config,
+                    derived=derived,
+                    runtime=runtime,
+                    rank_zero=rank_zero,
+                    control=control,
+                    directory=directory,
+                    opened=run,
+                    outcome=outcome,
+                    stages=stages,
+                    interruptions=interruptions,
                 )
                 signals = ending_on_signals(
                     request=job.request_end,
@@ -162,7 +166,7 @@ def _last_save(checkpoints: Checkpoints) -> Iterator[None]:
         raise
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
     """What the steps of building a job share.
 
@@ -178,7 +182,7 @@ class _Job:
     control: dist.ProcessGroup
     directory: RunDirectory
     opened: OpenRun | None
-    terminal: TextIO
+    outcome: Outcome
     stages: StageClock
     interruptions: Interruptions
     training: threading.Event = dataclasses.field(default_factory=threading.Event)
@@ -186,23 +190,23 @@ class _Job:
     lonely: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     def run(self, alter: Callable[[Parts], Parts] | None) -> int:
-        self._announce()
+        self.outcome.announce(self.derived.warnings)
         try:
             if not self.rank_zero.run("the state of the run", self._is_finished):
                 self._train(alter)
             passed = self.rank_zero.run("the gates", self._judge)
         except StopRequested as stop:
-            return self._stopped(str(stop))
+            self.outcome.stop(str(stop))
+            return 0
         except (
             Exception
         ) as error:  # the process boundary: the cause goes to the terminal, the trace to the log
             logger.exception("the run failed")
-            self._report(error)
+            self.outcome.report(error)
             return FAILED
         except SystemExit as signalled:
             return self._left(signalled)
-        if self.opened is not None:
-            self.opened.finish()
+        self.outcome.finish()
         return 0 if passed else FAILED
 
     def _train(self, alter: Callable[[Parts], Parts] | None) -> None:
@@ -233,13 +237,12 @@ class _Job:
 
     def _is_stuck(self, overdue: Overdue) -> None:
         """Told by the watchdog's thread. Never returns."""
-        rank = self.runtime.rank
         details = f"{diagnosis(self.directory)}\n{main_thread_stack()}"
         logger.error("%s\n%s", overdue, details)
-        if rank == 0:
+        if self.runtime.rank == 0:
             self.abandon(f"trainer rank 0: {overdue}", details=details)
         time.sleep(RANK_ZERO_SPEAKS_S)
-        self._write(f"FAILED on trainer rank {rank}: {overdue}\n{details}\nlogs: {self.directory.logs_dir}")
+        self.outcome.fail_here(f"{overdue}\n{details}")
         os._exit(FAILED)
 
     def _explain(self, error: MegatronPPOError) -> None:
@@ -256,74 +259,17 @@ class _Job:
         """A signal can wait for the end of the step; told from another thread."""
         name = signal.Signals(signum).name
         logger.warning("%s: the run ends after this step", name)
-        self._say(f"{name}: ending after this step, with a checkpoint; a second signal ends at once")
+        self.outcome.say(f"{name}: ending after this step, with a checkpoint; a second signal ends at once")
         self.interruptions.request(signum)
-
-    def _stopped(self, reason: str) -> int:
-        """Every rank is here together, and the state of the last step boundary is saved."""
-        if self.opened is not None:
-            self.opened.stop(reason)
-            self._write(f"{reason}; {self._how_to_go_on()}")
-        return 0
 
     def _left(self, signalled: SystemExit) -> int:
         """A signal that did not wait has unwound the stack, on this rank alone perhaps."""
         logger.warning("a signal has ended the run", exc_info=signalled)
         if not self.training.is_set() and not self.lonely.is_set():
-            return self._stopped("stopped by a signal before its first step")
-        self._fail("ended at once by a signal; if another trainer rank failed, it says why")
+            self.outcome.stop("stopped by a signal before its first step")
+            return 0
+        self.outcome.fail("ended at once by a signal; if another trainer rank failed, it says why")
         return int(signalled.code or FAILED)
-
-    def _how_to_go_on(self) -> str:
-        """What continues this run, from where."""
-        where = f"run.resume={self.directory.path}"
-        again = f"the same command, or {where}," if self.config.run.resume == "auto" else f"adding {where}"
-        try:
-            found = CheckpointFolder(self.directory.checkpoints_dir).choose({})
-        except (CheckpointError, OSError) as error:
-            return f"its checkpoints cannot be read: {error}"
-        if found.newest is not None:
-            return f"{again} continues from step {found.newest.removeprefix('step_')}"
-        if found.torn:
-            return "its checkpoints are torn: run.resume=never starts a new run"
-        return f"it has no checkpoint yet: {again} starts over"
-
-    def _report(self, error: Exception) -> None:
-        """The cause, once: by rank 0, or by the rank that failed alone."""
-        text = f"{type(error).__name__}: {error}"
-        if self.runtime.rank == 0:
-            self._fail(
-                f"another trainer rank ended; it says why. Seen here: {text}" if lost_a_peer(error) else text,
-                "\n".join(getattr(error, "__notes__", ())),
-            )
-        elif is_own_cause(error):
-            self._write(
-                f"FAILED on trainer rank {self.runtime.rank}: {text}\nlogs: {self.directory.logs_dir}"
-            )
-
-    def _fail(self, reason: str, details: str = "") -> None:
-        if self.runtime.rank == 0:
-            lines = [f"FAILED: {reason}", details, f"logs: {self.directory.logs_dir}", self._how_to_go_on()]
-            self._write("\n".join(line for line in lines if line))
-        if self.opened is not None:
-            self.opened.fail(reason)
-
-    def _announce(self) -> None:
-        verb = "continuing" if self.opened is not None and self.opened.resumed else "starting"
-        again = f" (restart {restart_count()} of its launcher)" if restart_count() else ""
-        self._say(f"{verb} {self.config.run.name} in {self.directory.path}{again}")
-        if self.opened is not None and self.opened.passed_over is not None:
-            self._say(f"warning: {self.opened.passed_over}")
-        for warning in self.derived.warnings:
-            self._say(f"warning: {warning}")
-
-    def _say(self, text: str) -> None:
-        if self.runtime.rank == 0:
-            self._write(text)
-
-    def _write(self, text: str) -> None:
-        self.terminal.write(text + "\n")
-        self.terminal.flush()
 
     @contextlib.contextmanager
     def _parts(self) -> Iterator[tuple[LoopSettings, Parts]]:
@@ -361,7 +307,7 @@ class _Job:
                     control=self.control,
                     directory=self.directory,
                     resumed=rank_zero.run("resume", lambda: self.opened is not None and self.opened.resumed),
-                    terminal=self.terminal,
+                    terminal=self.outcome.terminal,
                     task=task,
                     actors=actors,
                     identity=self._identity(task, policy_folder, critic_folder),
@@ -390,7 +336,7 @@ class _Job:
         def prepare_both() -> tuple[Path, Path]:
             from megatron_ppo.app.model_folder import model_folder
 
-            self._say("preparing the initial model (cached after the first time)")
+            self.outcome.say("preparing the initial model (cached after the first time)")
             policy = model_folder(config.policy.model, cache_dir=cache_dir, timeout_s=timeout_s)
             own = config.critic.model.path is not None or config.critic.model.recipe is not None
             critic = (
@@ -428,7 +374,7 @@ class _Job:
         self, stack: contextlib.ExitStack, task: TaskSpec, task_kwargs: dict[str, Any], policy_folder: Path
     ) -> RunActors | None:
         def start() -> None:
-            self._say("starting Ray, the inference engines, the replay buffer and the collector")
+            self.outcome.say("starting Ray, the inference engines, the replay buffer and the collector")
             started.append(
                 stack.enter_context(
                     run_actors(
@@ -457,20 +403,8 @@ class _Job:
 
         Never returns. Ray's processes end with their driver, and torchrun ends the other ranks.
         """
-        self._fail(message, details)
+        self.outcome.fail(message, details)
         os._exit(FAILED)
 
     def _judge(self) -> bool:
-        """Evaluate the gates, print them, keep them beside the metrics."""
-        rows = read_rows(self.directory.metrics_path)
-        results = evaluate(gates_of(self.config.resolved()), rows)
-        write_json_atomically(self.directory.gates_path, results_as_json(results))
-        if results:
-            print_results(results, self.terminal)
-        if faults := survived_faults(rows):
-            self._say("survived faults: " + ", ".join(f"{kind} {count}" for kind, count in faults.items()))
-        passed = all_passed(results)
-        self._say(
-            f"finished; {'all' if passed else 'NOT all'} of {len(results)} gates passed: {self.directory.path}"
-        )
-        return passed
+        return self.outcome.judge(gates_of(self.config.resolved()))

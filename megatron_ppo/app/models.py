@@ -118,8 +118,10 @@ def _batches(section: TrainedModelSection, budgets: TokenBudgets | None) -> tupl
             fixed_size("train_micro_batch_size", section.train_micro_batch_size),
             fixed_size("logprob_batch_size", section.logprob_batch_size),
         )
-    shape = {"packed": budgets.packed, "multiple": budgets.multiple}
-    return TokenBudget(tokens=budgets.train, **shape), TokenBudget(tokens=budgets.score, **shape)
+    return (
+        TokenBudget(tokens=budgets.train, packed=budgets.packed, multiple=budgets.multiple),
+        TokenBudget(tokens=budgets.score, packed=budgets.packed, multiple=budgets.multiple),
+    )
 
 
 def _scheduler(section: SchedulerSection, ticks: int) -> SchedulerSettings:
