@@ -21,6 +21,10 @@ LAUNCHER = (str(ROOT / "scripts" / "launch.py"),)
 """torchrun that leaves signals to the ranks and exits as they do."""
 MODEL_CACHE = ROOT / "outputs" / "test_models"
 """Shared by all tests and kept between test runs: the warm start is the same bytes every time."""
+SECRETS = {name: f"canary-{name}-3f9c1d7e" for name in ("HF_TOKEN", "WANDB_API_KEY")}
+"""As users give them: in the environment."""
+EXPERIMENTS = Path(__file__).parent / "conf"
+"""Group `experiment` of the tests, for --config-dir."""
 
 
 # For two ranks: every kind of batch, and a policy and a critic that share out their work in different ways.
@@ -76,9 +80,14 @@ class Launched:
         return self.output_path.read_text(errors="replace")
 
     @property
+    def run_dirs(self) -> list[Path]:
+        """Run folders, oldest first: their names begin with the time."""
+        return sorted(path for path in self.base.iterdir() if (path / "run.json").exists())
+
+    @property
     def run_dir(self) -> Path:
         """The newest run folder."""
-        return max(path for path in self.base.iterdir() if (path / "run.json").exists())
+        return self.run_dirs[-1]
 
     def look(self) -> None:
         """Remember the processes that exist now, for `survivors`."""
@@ -110,7 +119,7 @@ class Launched:
         raise AssertionError(f"no trainer rank {rank}; tree:\n{self.describe()}")
 
     def rows(self) -> list[dict]:
-        """See `metrics_of`."""
+        """See `metrics_of`; of the newest run."""
         return metrics_of(self.run_dir)
 
     def wait_for(self, condition: Callable[[], bool], what: str, *, timeout_s: float) -> None:

@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from launcher import MIXED_LAYOUT, MODEL_CACHE, Launched, final_history
+import yaml
+from launcher import EXPERIMENTS, MODEL_CACHE, Launched, final_history, metrics_of
+
+from megatron_ppo.config.compose import validate
+from megatron_ppo.config.targets import build
+from megatron_ppo.warm_start.cache import prepared_path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from reference_ppo import Hyper, response_logprobs, run_reference
@@ -16,43 +21,43 @@ from reference_ppo import Hyper, response_logprobs, run_reference
 pytestmark = [pytest.mark.megatron, pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(400)]
 
 STEPS = 3
-# Adam divides by the gradient's size. Where the true gradient is 0, rounding noise is divided by itself and becomes a
-# step of the full learning rate; with this epsilon it stays noise, and two implementations can be compared.
-EPS = 1e-5
+OTHER_LAYOUTS = {
+    "one_rank": (1, []),
+    "data_parallel": (
+        2,
+        [f"{model}.parallelism.tensor_model_parallel_size=1" for model in ("policy", "critic")],
+    ),
+}
 
 
-DATA_PARALLEL = [f"{model}.parallelism.tensor_model_parallel_size=1" for model in ("policy", "critic")]
+def test_age_zero_equals_the_synchronous_reference(two_jobs: Launched) -> None:
+    run_dir = two_jobs.run_dirs[-2]
+    equals_the_reference(run_dir, metrics_of(run_dir))
 
 
-# Two ranks take twice as long on two cores. In `make test`, test_command runs a job in the mixed layout, and the layout
-# tests compare each with one rank.
-@pytest.mark.parametrize(
-    ("nproc", "layout"),
-    [
-        pytest.param(1, [], id="one_rank"),
-        pytest.param(2, DATA_PARALLEL, marks=pytest.mark.slow, id="data_parallel"),
-        pytest.param(2, MIXED_LAYOUT, marks=pytest.mark.slow, id="mixed_layout"),
-    ],
-)
-def test_age_zero_equals_the_synchronous_reference(
-    launch: Callable[..., Launched], nproc: int, layout: list[str]
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", OTHER_LAYOUTS)
+def test_age_zero_equals_the_synchronous_reference_in_other_layouts(
+    launch: Callable[..., Launched], layout: str
 ) -> None:
+    nproc, words = OTHER_LAYOUTS[layout]
     job = launch(
-        "+experiment=cpu_smoke", f"run.max_num_steps={STEPS}", "schedule.max_trajectory_age_steps=0",
-        "schedule.warmup_generation_lead_steps=null", "schedule.policy_training_start_step=1",
-        "algorithm.ppo_epochs=1", "algorithm.shuffle_minibatches=false", "telemetry.record_trajectories=true",
-        "checkpoint.period=0", "validation.period=0", "validation.at_end=false", "gates.age_in_versions=null",
-        f"policy.optimizer.adam_eps={EPS}", f"critic.optimizer.adam_eps={EPS}", *layout, nproc=nproc,
+        "--config-dir", str(EXPERIMENTS), "+experiment=smoke_age_zero", "telemetry.record_trajectories=true",
+        *words, nproc=nproc,
     )  # fmt: skip
     assert job.wait() == 0, job.output + job.log_tails()
-    rows = {row["step"]: row for row in job.rows()}
-    history = final_history(job.run_dir)
-    folder = next(
-        path for path in MODEL_CACHE.iterdir() if path.is_dir() and path.name.startswith("sort3_5-64x2")
-    )
+    equals_the_reference(job.run_dir, job.rows())
+
+
+def equals_the_reference(run_dir: Path, metrics: list[dict]) -> None:
+    rows = {row["step"]: row for row in metrics}
+    history = final_history(run_dir)
+    config = validate(yaml.safe_load((run_dir / "config.yaml").read_text()))
+    assert config.policy.model.recipe is not None
+    folder = prepared_path(build(config.policy.model.recipe), MODEL_CACHE)
     hyper = Hyper(
         policy_lr=1e-4, critic_lr=1e-3, gamma=1.0, gae_lambda=0.95, clip=0.2, tis_cap=2.0,
-        minibatch_size=8, grad_clip=1.0, warmup_steps=1, eps=EPS,
+        minibatch_size=8, grad_clip=1.0, warmup_steps=1, eps=config.policy.optimizer.adam_eps,
     )  # fmt: skip
     expected, policies = run_reference(folder, history, hyper)
 

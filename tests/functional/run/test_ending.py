@@ -51,7 +51,7 @@ def test_a_launcher_restarts_its_ranks_which_go_on_and_end_with_exit_code_zero_w
         f"stopped by SIGTERM; adding run.resume={job.run_dir} continues from step {steps[-1]}" in job.output
     )
     assert job.survivors(within_s=15) == []
-    assert len([path for path in job.base.iterdir() if (path / "run.json").exists()]) == 1
+    assert len(job.run_dirs) == 1
     assert steps == list(range(1, steps[-1] + 1))
     assert (job.run_dir / "checkpoints" / "latest").read_text() == f"step_{steps[-1]}"
     trained = Counter(

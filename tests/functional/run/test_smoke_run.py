@@ -4,38 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launcher import Launched, final_history
-
-from megatron_ppo.telemetry.run_dir import open_run
+from launcher import SECRETS, Launched, final_history
 
 pytestmark = [pytest.mark.megatron, pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(400)]
 
 STEPS, GROUPS, SAMPLES = 5, 8, 4
-SECRETS = {name: f"canary-{name}-3f9c1d7e" for name in ("HF_TOKEN", "WANDB_API_KEY")}
-"""As users give them: in the environment."""
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
-    words = [
-        "+experiment=cpu_smoke", f"run.max_num_steps={STEPS}", f"algorithm.num_prompts_per_step={GROUPS}",
-        "algorithm.ppo_epochs=4", "algorithm.train_global_batch_size=8", "telemetry.record_trajectories=true",
-        "gates.age_in_versions.steps=[1,5]",
-    ]  # fmt: skip
-    base = tmp_path_factory.mktemp("smoke") / "run"
-    with open_run(base, name="cpu_smoke", config={"run": {"seed": 7}}, resume="never") as earlier:
-        (earlier.directory.checkpoints_dir / "step_4").mkdir()
-    launched = Launched(base, words, env=SECRETS)
-    try:
-        code = launched.wait()
-        assert code == 0, launched.output + launched.log_tails()
-        yield launched
-    finally:
-        launched.kill() if launched.process.poll() is None else None
+@pytest.fixture
+def job(two_jobs: Launched) -> Launched:
+    """The second of the two jobs: its folder is the newest."""
+    return two_jobs
 
 
 def test_the_job_finishes_passes_its_gates_and_leaves_no_process(job: Launched) -> None:
@@ -45,11 +27,12 @@ def test_the_job_finishes_passes_its_gates_and_leaves_no_process(job: Launched) 
 
 
 def test_the_terminal_shows_progress_and_no_noise_of_libraries(job: Launched) -> None:
-    starting, beside, *rest = [line for line in job.output.splitlines() if line.strip()]
+    _, heading, output = job.output.partition("job 2 of 2: cpu_smoke, run.seed=42\n")
+    assert heading
+    starting, beside, *rest = [line for line in output.splitlines() if line.strip()]
     # The run in the same folder whose configuration differs: no silent start at step 0.
-    earlier = min(path for path in job.base.iterdir() if (path / "run.json").exists())
     assert beside.startswith(
-        f"warning: {earlier} is unfinished and is not continued, because its configuration"
+        f"warning: {job.run_dirs[0]} is unfinished and is not continued, because its configuration"
     )
     lines = [starting, *rest]
     ours = re.compile(r"starting |preparing |step \d+/\d+ |Gates: | +gate +observed|pass |finished; ")
@@ -71,7 +54,13 @@ def test_the_run_directory_holds_everything_that_is_promised(job: Launched) -> N
         "run.json",
     } <= names
     logs = {path.name for path in (job.run_dir / "logs").iterdir()}
-    assert {"trainer_rank_0.log", "engine_0.log", "collector.log", "replay_buffer.log"} <= logs
+    assert {
+        "trainer_rank_0.log",
+        "trainer_rank_1.log",
+        "engine_0.log",
+        "collector.log",
+        "replay_buffer.log",
+    } <= logs
     assert list((job.run_dir / "events").iterdir())
     manifest = json.loads((job.run_dir / "run.json").read_text())
     assert manifest["state"] == "finished"
