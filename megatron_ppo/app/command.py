@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from megatron_ppo.config.checks import derive
 from megatron_ppo.config.compose import parse_command_line
 from megatron_ppo.protocol.errors import ConfigError
+from megatron_ppo.protocol.imports import no_garbage
 
 BAD_INPUT = 2
 # How long the other ranks leave rank 0 to say what is wrong. torchrun ends every rank as soon as the first one exits.
@@ -28,7 +29,8 @@ def main(words: Sequence[str]) -> int:
     except ConfigError as error:
         return refuse(error)
 
-    from megatron_ppo.app.job import run_job
+    with no_garbage():
+        from megatron_ppo.app.job import run_job
 
     for number, (config, derived) in enumerate(jobs, start=1):
         if len(jobs) > 1 and int(os.environ.get("RANK", "0")) == 0:

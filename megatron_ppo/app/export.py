@@ -95,8 +95,6 @@ def export(request: ExportRequest, layout: ExportLayout) -> None:
 
     dtype: torch.dtype = getattr(torch, request.dtype)
     with distributed_runtime() as runtime:
-        from megatron_ppo.mcore.bare_model import BareModel
-
         parallel = ParallelContext.create(
             tensor_model_parallel_size=layout.tensor,
             pipeline_model_parallel_size=layout.pipeline,
@@ -104,6 +102,9 @@ def export(request: ExportRequest, layout: ExportLayout) -> None:
             # Nothing is computed; experts ask for it.
             sequence_parallel=layout.tensor > 1,
         )
+        # Not before the groups, which prepare the process for Megatron.
+        from megatron_ppo.mcore.bare_model import BareModel
+
         model = BareModel(
             name=request.name,
             checkpoint=request.checkpoint / "models",

@@ -34,10 +34,7 @@ from megatron_ppo.app.limits import ENDING, control_timeout_s, stage_deadlines
 from megatron_ppo.app.loopback import keep_to_loopback
 from megatron_ppo.app.outcome import Outcome
 from megatron_ppo.app.parts import PartsBuilder, refit_backend
-from megatron_ppo.app.termination import (
-    ending_on_signals,
-    is_on_every_rank,
-)
+from megatron_ppo.app.termination import ending_on_signals, is_on_every_rank
 from megatron_ppo.config.derived import Derived
 from megatron_ppo.config.schema import RunConfig
 from megatron_ppo.data.task import TaskSpec
@@ -45,8 +42,10 @@ from megatron_ppo.data.tasks import build_task, takes_option
 from megatron_ppo.loop.async_ppo import LoopSettings, Parts, train
 from megatron_ppo.loop.identity import Trait
 from megatron_ppo.loop.ports import Checkpoints
+from megatron_ppo.mcore import platform
 from megatron_ppo.mcore.parallel import DistributedRuntime, distributed_runtime
 from megatron_ppo.protocol.errors import MegatronPPOError, StopRequested
+from megatron_ppo.protocol.imports import no_garbage
 from megatron_ppo.ray_actors.rank0 import RankZero
 from megatron_ppo.telemetry.gate_check import gates_of
 from megatron_ppo.telemetry.heartbeat import Heartbeat, StageClock, clear_beats
@@ -166,6 +165,13 @@ def _last_save(checkpoints: Checkpoints) -> Iterator[None]:
         raise
 
 
+def _load_megatron() -> None:
+    """Takes seconds: not before the processes that are to start meanwhile."""
+    if "megatron.core" not in sys.modules:
+        with no_garbage():
+            platform.install()
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
     """What the steps of building a job share.
@@ -198,9 +204,7 @@ class _Job:
         except StopRequested as stop:
             self.outcome.stop(str(stop))
             return 0
-        except (
-            Exception
-        ) as error:  # the process boundary: the cause goes to the terminal, the trace to the log
+        except Exception as error:  # the process boundary: the cause goes to the terminal
             logger.exception("the run failed")
             self.outcome.report(error)
             return FAILED
@@ -286,9 +290,10 @@ class _Job:
         task.check_prompt_lengths(config.data.max_prompt_tokens)
         with contextlib.ExitStack() as stack:
             try:
+                if self.runtime.rank != 0:
+                    _load_megatron()  # while rank 0 starts the actors
                 actors = self._start_actors(stack, task, task_kwargs, policy_folder)
-
-                # Imported here and not at the top: Megatron takes seconds, in which the actors are starting already.
+                _load_megatron()
                 from megatron_ppo.app.models import build_models
 
                 models = build_models(

@@ -49,11 +49,12 @@ def distributed_runtime(*, timeout_s: float = 600.0) -> Iterator[DistributedRunt
     without it this process is a job of one rank. A job's keys live under their own prefix of the launcher's
     store: reusing the bare store for a second job hangs, since the keys of the first one still answer.
 
+    Loads no Megatron, which takes seconds: whatever the job starts in other processes can start before.
+
     Args:
         timeout_s: limit of every collective.
     Raises: RuntimeError from torch when a rank does not arrive in time.
     """
-    platform.install()
     if platform.on_cuda():
         torch.cuda.set_device(platform.local_rank())
     rank, world_size, store = _store(timeout_s)
@@ -213,6 +214,7 @@ class ParallelContext:
                 f"parallelism.virtual_pipeline_model_parallel_size={virtual} needs "
                 "pipeline_model_parallel_size > 1, got 1: chunks of one stage would follow one another anyway"
             )
+        platform.install()
         _allow_sequence_parallelism()
         layout = RankLayout(tensor=tp, context=cp, data=copies // cp, pipeline=pp, expert=ep)
         new_group = _group_maker(timeout_s)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_ppo.protocol.imports import no_garbage
 from megatron_ppo.telemetry.heartbeat import Heartbeat
 from megatron_ppo.telemetry.process_log import redirect_process_output
 
@@ -35,7 +36,9 @@ class EngineActor:
             Heartbeat(Path(heartbeat_path)).run_in_daemon()
         self._identity = f"{os.getpid()}-{uuid.uuid4().hex}"
         module, _, name = target.rpartition(".")
-        self._engine = getattr(importlib.import_module(module), name)(**kwargs)
+        with no_garbage():
+            engine = getattr(importlib.import_module(module), name)
+        self._engine = engine(**kwargs)
 
     async def identity(self) -> str:
         """Different for every process that has ever been this actor, because Ray starts it again under one handle."""
