@@ -24,6 +24,7 @@ from typing import Any
 
 import ray
 import ray._private.parameter
+import ray._private.services
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 
 from megatron_ppo.protocol.errors import ConfigError
@@ -177,18 +178,21 @@ def _own_sigterm() -> Iterator[None]:
 
 @contextmanager
 def _needed_services() -> Iterator[None]:
-    """Without Ray's autoscaler and log monitor: nothing is scaled, and every actor writes its own log.
+    """Without Ray's autoscaler, log monitor and dashboard: nothing is scaled, and every actor writes its own log.
 
     Each is a Python process that would take a second of CPU time while the engines start. `ray start` has options for
-    both, `ray.init` has not.
+    the first two, `ray.init` has not. The dashboard is started even with `include_dashboard=False`, for Ray's usage
+    statistics, and `ray.init` waits until it answers (Ray 2.60).
     """
-    module: Any = ray._private.parameter
-    with_all = module.RayParams
-    module.RayParams = functools.partial(with_all, no_monitor=True, include_log_monitor=False)
+    params: Any = ray._private.parameter
+    services: Any = ray._private.services
+    with_all, dashboard = params.RayParams, services.start_api_server
+    params.RayParams = functools.partial(with_all, no_monitor=True, include_log_monitor=False)
+    services.start_api_server = lambda *_args, **_options: ("", None)  # its address, its process
     try:
         yield
     finally:
-        module.RayParams = with_all
+        params.RayParams, services.start_api_server = with_all, dashboard
 
 
 @contextmanager

@@ -6,41 +6,25 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.functional.inference.hf_oracle import TOLERANCE_NATS
 
+if TYPE_CHECKING:
+    from tests.functional.inference.conftest import GroupDriver
+
 # Two spawned replicas import vLLM four times, tens of CPU seconds each.
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).parents[3]
-
 
 @pytest.fixture(scope="module")
-def driver(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+def driver(group_driver: GroupDriver) -> tuple[subprocess.Popen[str], dict[str, Any]]:
     """The driver process, asleep at its end, and everything that it has reported."""
-    folder = tmp_path_factory.mktemp("group")
-    with (folder / "driver.log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.functional.inference.group_driver", str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            cwd=ROOT,
-        )
-    try:
-        yield process, _reports(process, folder / "driver.log")
-    finally:
-        process.kill()
-        process.wait(timeout=30)
+    return group_driver.process, _reports(group_driver.process, group_driver.log)
 
 
 def _reports(process: subprocess.Popen[str], log: Path) -> dict[str, Any]:
