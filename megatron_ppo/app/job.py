@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megatron_ppo.app.actors import RunActors, run_actors
 from megatron_ppo.app.companions import read_companions
 from megatron_ppo.app.determinism import check_determinism
-from megatron_ppo.app.diagnosis import diagnosis, explain, main_thread_stack
+from megatron_ppo.app.diagnosis import diagnosis, main_thread_stack
 from megatron_ppo.app.identity import run_identity
 from megatron_ppo.app.interruption import Interruptions
 from megatron_ppo.app.kernels import choose_kernels
@@ -249,10 +249,6 @@ class _Job:
         self.outcome.fail_here(f"{overdue}\n{details}")
         os._exit(FAILED)
 
-    def _explain(self, error: MegatronPPOError) -> None:
-        if self.runtime.rank == 0:  # who tells the cause
-            explain(error, self.directory)
-
     def can_wait(self) -> bool:
         """Whether a signal can wait for the end of the step; asked from another thread, at each signal."""
         if self.interruptions.a_peer_is_gone():
@@ -320,7 +316,7 @@ class _Job:
                     stack=stack,
                     stages=self.stages,
                     interruptions=self.interruptions,
-                    explain=self._explain,
+                    explain=self.outcome.explain,
                 )
                 yield builder.loop_settings(), builder.parts(models)
             finally:

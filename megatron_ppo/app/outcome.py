@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
+from megatron_ppo.app.diagnosis import explain
 from megatron_ppo.app.launcher import restart_count
 from megatron_ppo.app.termination import is_own_cause, lost_a_peer
 from megatron_ppo.loop.checkpoint_folder import CheckpointFolder
-from megatron_ppo.protocol.errors import CheckpointError
+from megatron_ppo.protocol.errors import CheckpointError, MegatronPPOError
 from megatron_ppo.telemetry.gate_check import print_results, survived_faults
 from megatron_ppo.telemetry.gates import Gate, all_passed, evaluate, results_as_json
 from megatron_ppo.telemetry.run_dir import OpenRun, RunDirectory, write_json_atomically
@@ -91,6 +92,11 @@ class Outcome:
     def fail_here(self, reason: str) -> None:
         """This rank has failed, whatever the others do."""
         self.write(f"FAILED on trainer rank {self.rank}: {reason}\nlogs: {self.directory.logs_dir}")
+
+    def explain(self, error: MegatronPPOError) -> None:
+        """Add the diagnosis of this moment to an error that ended a wait, on the rank that will tell it."""
+        if self.rank == 0:
+            explain(error, self.directory)
 
     def report(self, error: Exception) -> None:
         """The cause, once: by rank 0, or by the rank that failed alone."""

@@ -62,7 +62,7 @@ def two_jobs(workers: WorkerGroup, tmp_path_factory: pytest.TempPathFactory) -> 
         nproc=2, env=SECRETS,
     )  # fmt: skip
     try:
-        code = launched.wait()
+        code = launched.wait(timeout_s=480)
         assert code == 0, launched.output + launched.log_tails()
         yield launched
     finally:

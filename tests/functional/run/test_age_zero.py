@@ -18,7 +18,7 @@ from megatron_ppo.warm_start.cache import prepared_path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from reference_ppo import Hyper, response_logprobs, run_reference
 
-pytestmark = [pytest.mark.megatron, pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.megatron, pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(600)]
 
 STEPS = 3
 OTHER_LAYOUTS = {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from launcher import Launched, metrics_of
 
-pytestmark = [pytest.mark.megatron, pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.megatron, pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(600)]
 
 
 def test_two_jobs_run_one_after_another_in_one_torchrun(two_jobs: Launched) -> None:

@@ -54,8 +54,9 @@ def test_a_killed_process_ends_the_run_with_its_cause(
 
         assert code != 0
         assert cause in job.output.lower(), job.output
-        # The promise is 15 s on a free machine, plus the step that is finished and saved, which takes a second here (ADR
-        # 0023). Test machines are noisy and run other jobs, so the whole run, its last process too, gets twice that.
+        # The promise is 15 s on a free machine, plus the step that is finished and saved, which takes a second here
+        # (ADR 0023). Test machines are noisy and run other jobs, so the whole run, its last process too, gets twice
+        # that.
         assert ended_after_s < LIMIT_S, job.output
         assert job.survivors(within_s=LIMIT_S - ended_after_s) == []
         # The step that was going on is finished and saved, although no save was due.

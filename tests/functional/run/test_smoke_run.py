@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from launcher import SECRETS, Launched, final_history
 
-pytestmark = [pytest.mark.megatron, pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.megatron, pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(600)]
 
 STEPS, GROUPS, SAMPLES = 5, 8, 4
 
