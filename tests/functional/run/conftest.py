@@ -42,7 +42,8 @@ def two_jobs(workers: WorkerGroup, tmp_path_factory: pytest.TempPathFactory) -> 
     """One torchrun of two ranks that has run two jobs to their ends: `smoke_age_zero`, then `smoke_every_part` with a
     critic from another run. In their folder lies an unfinished run of another configuration.
 
-    A job's start takes longer than its steps, so the tests of what a job does share these two.
+    A job's start takes longer than its steps, so the tests of what a job does share these two. The second one fails a
+    gate, as it must, and with it the command.
     """
     folder = tmp_path_factory.mktemp("two_jobs")
     _leave_run_with_a_critic(workers, folder / "other")
@@ -63,7 +64,7 @@ def two_jobs(workers: WorkerGroup, tmp_path_factory: pytest.TempPathFactory) -> 
     )  # fmt: skip
     try:
         code = launched.wait(timeout_s=480)
-        assert code == 0, launched.output + launched.log_tails()
+        assert code == 1 and "FAILED: " not in launched.output, launched.output + launched.log_tails()
         yield launched
     finally:
         launched.kill() if launched.process.poll() is None else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -34,6 +35,17 @@ MIXED_LAYOUT = [
     "critic.parallelism.tensor_model_parallel_size=2", "critic.parallelism.sequence_parallel=true",
     "critic.dynamic_batching.enabled=true", "critic.dynamic_batching.sequence_length_round=4",
 ]  # fmt: skip
+
+
+_OURS = re.compile(
+    r"job \d+ of \d+: |starting |preparing |step \d+/\d+ |Gates: | +gate +observed|pass |FAIL "
+    r"|survived faults: |finished; "
+)
+
+
+def foreign_lines(output: str) -> list[str]:
+    """What a job's terminal shows that the job did not say itself: noise of libraries."""
+    return [line for line in output.splitlines() if line.strip() and not _OURS.match(line)]
 
 
 def free_port() -> int:

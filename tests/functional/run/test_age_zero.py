@@ -58,15 +58,18 @@ def equals_the_reference(run_dir: Path, metrics: list[dict]) -> None:
     hyper = Hyper(
         policy_lr=1e-4, critic_lr=1e-3, gamma=1.0, gae_lambda=0.95, clip=0.2, tis_cap=2.0,
         minibatch_size=8, grad_clip=1.0, warmup_steps=1, eps=config.policy.optimizer.adam_eps,
+        epochs=config.algorithm.ppo_epochs,
     )  # fmt: skip
+    assert hyper.epochs > 1, "the ratios of a first epoch's first minibatch are all 1"
     expected, policies = run_reference(folder, history, hyper)
+    assert policies[-1].lm_head.weight is policies[-1].model.embed_tokens.weight, "they are to be tied"
 
     for step, reference in enumerate(expected, start=1):
         row = rows[step]
         assert row["train/reward"] == pytest.approx(reference["reward"])
         assert row["train/avg_trajectory_age"] == 0
         assert row["age/max_versions"] == 0
-        # Two float32 implementations that sum in different orders, after up to four optimizer steps of Adam, whose
+        # Two float32 implementations that sum in different orders, after up to eleven optimizer steps of Adam, whose
         # first steps divide by gradients near 0: 1e-4 is the settled tolerance of values after several steps.
         assert row["train/critic/loss"] == pytest.approx(reference["critic_loss"], rel=1e-4)
         assert row["train/critic/grad_norm"] == pytest.approx(reference["critic_grad_norm"], rel=1e-3)

@@ -10,11 +10,14 @@ from launcher import Launched, metrics_of
 pytestmark = [pytest.mark.megatron, pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(600)]
 
 
-def test_two_jobs_run_one_after_another_in_one_torchrun(two_jobs: Launched) -> None:
+def test_two_jobs_run_one_after_another_in_one_torchrun_and_a_failed_gate_is_its_exit_code(
+    two_jobs: Launched,
+) -> None:
     first, _, second = two_jobs.output.partition("job 2 of 2: cpu_smoke, run.seed=42")
     # The gate of both is the same-version probe: trainer and engine agree on the published weights to 1e-4 nats.
     assert "job 1 of 2: cpu_smoke" in first and "finished; all of 1 gates passed" in first
-    assert "finished; all of 2 gates passed" in second
+    assert "finished; NOT all of 3 gates passed" in second
+    assert two_jobs.process.returncode != 0
     assert len(two_jobs.run_dirs) == 1 + 2
     assert two_jobs.survivors(within_s=15) == []
 

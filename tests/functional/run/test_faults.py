@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import psutil
 import pytest
-from launcher import Launched, final_history
+from launcher import Launched, final_history, foreign_lines
 
 pytestmark = [pytest.mark.megatron, pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(400)]
 
@@ -124,6 +124,8 @@ def test_a_run_survives_faults_and_the_death_of_its_only_engine_core_and_loses_n
     assert (
         "survived faults: " + ", ".join(f"{kind} {counted[kind]:.0f}" for kind in FAULT_KINDS) in job.output
     )
+    # Also with an engine core in a process of its own, and when it dies.
+    assert foreign_lines(job.output) == []
 
 
 @pytest.mark.slow
