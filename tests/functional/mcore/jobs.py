@@ -259,7 +259,11 @@ def full_gradients(model: MegatronPolicy | MegatronCritic) -> dict[str, Tensor]:
 
 
 def train(*, kind: str, folder: str, layout: Layout, steps: int = 3, **changes: Any) -> dict[str, Any]:
-    """`steps` updates of one minibatch each; metrics of each, the first gradient, all weights and scores."""
+    """`steps` updates of one minibatch each; metrics of each, a gradient, all weights and scores.
+
+    The gradient is a policy's first and a critic's second one: the critic's head starts at zero, and through it nothing
+    reaches the backbone.
+    """
     with context(layout) as parallel:
         model = build(kind, folder, parallel, **changes)
         before = scored(model, random_batch())
@@ -270,10 +274,11 @@ def train(*, kind: str, folder: str, layout: Layout, steps: int = 3, **changes: 
             gradients.append(full_gradients(model))
             return apply(minibatch)
 
-        model.trained._apply = keep_gradients  # type: ignore[method-assign]
-        metrics = [model.update([random_batch(seed=0)])]
-        model.trained._apply = apply  # type: ignore[method-assign]
-        metrics += [model.update([random_batch(seed=step)]) for step in range(1, steps)]
+        kept = 1 if kind == "critic" and steps > 1 else 0
+        metrics = []
+        for step in range(steps):
+            model.trained._apply = keep_gradients if step == kept else apply  # type: ignore[method-assign]
+            metrics.append(model.update([random_batch(seed=step)]))
         return {
             "metrics": metrics,
             "gradients": gradients[0],

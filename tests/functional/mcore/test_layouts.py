@@ -148,8 +148,8 @@ PARAMETER_ABSOLUTE = 1e-6
 # Of the norm of each tensor's gradient.
 GRADIENT_RELATIVE = 1e-5
 # Of the norm of all gradients; counts instead of the tensor's own norm where that is smaller. Where the true gradient
-# is 0 (key biases: a constant added to all scores of a query changes no softmax) nothing but rounding is left.
-GRADIENT_FLOOR = 1e-2
+# is nearly 0 (key biases: a constant added to all scores of a query changes no softmax) little but rounding is left.
+GRADIENT_FLOOR = 1e-3
 # Values are read after the steps and sum over the whole network.
 VALUE_RELATIVE = 1e-4
 
