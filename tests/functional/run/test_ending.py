@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import signal
 import time
@@ -12,6 +13,7 @@ import psutil
 import pytest
 from launcher import LAUNCHER, Launched, final_history
 
+from megatron_ppo.loop.checkpoint_folder import CheckpointFolder
 from megatron_ppo.protocol.faults import FaultKind, FaultPlan
 
 pytestmark = [pytest.mark.megatron, pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(500)]
@@ -71,6 +73,24 @@ def test_a_signal_to_any_rank_ends_all_of_them_with_exit_code_zero(launch: Calla
         in job.output
     )
     assert job.survivors(within_s=15) == []
+
+
+@pytest.mark.slow
+def test_a_signal_to_every_process_ends_a_run_that_goes_on_from_its_newest_checkpoint(
+    launch: Callable[..., Launched],
+) -> None:
+    """As of a batch system that preempts. Without Ray's control process no step can be finished."""
+    job = launch(*ENDLESS, "checkpoint.period=2", nproc=2, max_restarts=1, program=LAUNCHER)
+    job.wait_for_step(5)
+    job.look()
+    for process in job.seen.values():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGTERM)
+    job.wait(timeout_s=150)
+    assert "(restart 1 of its launcher)" not in job.output, "a run that was told to end was started again"
+    assert job.survivors(within_s=15) == []
+    newest = CheckpointFolder(job.run_dir / "checkpoints").choose({}).newest
+    assert newest is not None and int(newest.removeprefix("step_")) >= 2
 
 
 @pytest.mark.slow

@@ -44,8 +44,7 @@ def test_the_terminal_shows_progress_and_no_noise_of_libraries(job: Launched) ->
     assert beside.startswith(
         f"warning: {job.run_dirs[0]} is unfinished and is not continued, because its configuration"
     )
-    assert foreign_lines("
-".join([starting, *rest])) == []
+    assert foreign_lines("\n".join([starting, *rest])) == []
     # And the validation before the first step.
     assert sum(line.startswith("step ") for line in rest) == STEPS + 1
 
