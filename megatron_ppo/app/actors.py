@@ -25,6 +25,7 @@ from megatron_ppo.ray_actors.cluster import cluster_gpus, join_cluster, start_lo
 from megatron_ppo.ray_actors.collector_actor import CollectorActor
 from megatron_ppo.ray_actors.engine_keeper import EngineKeeper
 from megatron_ppo.ray_actors.inference_group import InferenceGroup
+from megatron_ppo.ray_actors.liveness import LivenessLimits
 from megatron_ppo.ray_actors.rank0 import KnownPosition, RayReplaySnapshots, Supervisor
 from megatron_ppo.ray_actors.replay_actor import ReplayActor
 from megatron_ppo.telemetry.run_dir import RunDirectory
@@ -144,7 +145,9 @@ def run_actors(
         seams = seams_of(config, directory)
         # The step that is going on can be finished and saved without the engine; its publication will notice.
         keeper = EngineKeeper(
-            engines=engines, give_up=lambda reason: supervisor.note(reason, dispensable=True)
+            engines=engines,
+            give_up=lambda reason: supervisor.note(reason, dispensable=True),
+            liveness=_liveness(config),
         )
         try:
             replay = ReplayActor.remote(
@@ -237,6 +240,11 @@ def _engine_gpus(config: RunConfig) -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(index) for index in range(count)]
     return names[ranks : ranks + needed]
+
+
+def _liveness(config: RunConfig) -> LivenessLimits | None:
+    misses = config.inference.liveness_misses
+    return LivenessLimits(deadline_s=config.inference.liveness_deadline_s, misses=misses) if misses else None
 
 
 def sampling_settings(config: RunConfig) -> SamplingSettings:

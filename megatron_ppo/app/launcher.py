@@ -10,7 +10,8 @@ import os
 import signal
 import socket
 import sys
-from pathlib import Path
+
+from megatron_ppo.telemetry.processes import start_time
 
 _PR_SET_PDEATHSIG = 1
 
@@ -25,7 +26,7 @@ def launcher_identity() -> str:
     """Equal for all workers that one torchrun starts on this host, restarts included; empty without torchrun."""
     if not _is_under_torchrun():
         return ""
-    return f"{socket.gethostname()}/{os.getppid()}/{_start_time(os.getppid())}"
+    return f"{socket.gethostname()}/{os.getppid()}/{start_time(os.getppid()) or 'unknown'}"
 
 
 def restart_count() -> int:
@@ -35,12 +36,3 @@ def restart_count() -> int:
 
 def _is_under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def _start_time(pid: int) -> str:
-    """In clock ticks since the machine was started, because process ids are used again."""
-    try:
-        # The name, in parentheses, may contain anything; the start time is the 20th field after it.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:  # another operating system
-        return "unknown"

@@ -25,6 +25,7 @@ def control_timeout_s(config: RunConfig) -> float:
         2 * GENERATION_TIMEOUT_S,  # the first probe generates, then scores
         # A publication may find every engine being built again, and then forms a group with the first that is up.
         config.inference.start_timeout_s + 2 * config.refit.timeout_s,
+        config.inference.liveness_deadline_s,  # after a publication that failed
     )
     return longest + CONTROL_MARGIN_S
 

@@ -202,10 +202,16 @@ class PartsBuilder:
             refit=refit,
             engines=actors.engines.table if actors else None,
             raise_if_lost=actors.raise_if_lost if actors else _nobody_is_lost,
+            end_silent=self._end_silent_engines,
             max_retries=self.config.refit.max_retries,
             on_rank_zero=self.rank_zero.run,
             publishing=residency.publishing,
         )
+
+    def _end_silent_engines(self) -> None:
+        assert self.actors is not None, "only rank 0 has actors"
+        if self.config.inference.liveness_misses:
+            self.actors.engines.end_silent(deadline_s=self.config.inference.liveness_deadline_s)
 
     def _groups(self, refit: RecoveringRefit) -> GroupSource:
         actors = self.actors

@@ -604,6 +604,15 @@ def _warnings(config: RunConfig) -> Iterator[str]:
             "engine's death with collector.max_retries=0 and schedule.max_generation_failures=0: the responses that "
             "die with it are failures"
         )
+    silent_s = config.inference.liveness_deadline_s * config.inference.liveness_misses
+    patience_s = config.inference.request_deadline_s * (1 + config.collector.max_retries)
+    if silent_s > patience_s and not schedule.max_generation_failures:
+        yield (
+            f"inference.liveness_deadline_s={config.inference.liveness_deadline_s} times "
+            f"inference.liveness_misses={config.inference.liveness_misses} is longer than the {patience_s:.0f} s after "
+            "which a group has used up its attempts (inference.request_deadline_s, collector.max_retries): an engine "
+            "that hangs ends the run before it is built again"
+        )
     if age > 1:
         yield (
             f"schedule.max_trajectory_age_steps={age} > 1: advantages are estimated on rollouts of a policy "

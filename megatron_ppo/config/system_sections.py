@@ -100,6 +100,21 @@ class InferenceSection(BuiltSection):
         unit="restarts of one engine",
         ge=0,
     )
+    liveness_deadline_s: float = setting(
+        30.0,
+        "An engine that serves is asked every few seconds for a sign of life, which its core and its workers give "
+        "between two of their steps. Longest wait for one answer; longer than any step, also the first ones, which may "
+        "compile.",
+        unit="s",
+        gt=0.0,
+    )
+    liveness_misses: int = setting(
+        3,
+        "Unanswered questions in a row after which an engine hangs: its processes are killed, and it is built again "
+        "like one that died. After a failed publication one is enough. 0 asks nothing.",
+        unit="questions",
+        ge=0,
+    )
     engine: dict[str, JsonValue] = setting(doc="Further arguments of vLLM's engine.", default_factory=dict)
 
     def engine_kwargs(self, *, max_model_len: int) -> dict[str, Any]:

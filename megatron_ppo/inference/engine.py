@@ -154,6 +154,10 @@ class VllmEngine:
         """Whether a request would be let in now: the engine is alive and has a whole version. Never raises."""
         return self._llm is not None and not self._llm.errored and self._gate.is_open
 
+    async def answer(self) -> None:
+        """A sign of life of the core and its workers, which they give between two steps. Raises: EngineDeadError."""
+        await self._while_alive(self._live().collective_rpc("megatron_ppo_worker_pid"))
+
     async def pids(self) -> tuple[int, ...]:
         """This process first, then the engine core and its workers where they are processes of their own."""
         llm = self._live()

@@ -1,4 +1,5 @@
-"""Keeps the engine replicas alive: notices a death, has the replica built again, gives up after too many.
+"""Keeps the engine replicas alive: notices a death, ends what hangs, has the replica built again, gives up after too
+many.
 
 One thread per replica, on trainer rank 0, beside the main thread, which trains meanwhile. What the threads know is in
 the `ReplicaTable`; a rebuilt replica is STALE there, and the main thread's next refit makes it HEALTHY. Imports no Ray.
@@ -15,6 +16,7 @@ from typing import Protocol
 
 from megatron_ppo.protocol.errors import MegatronPPOError
 from megatron_ppo.protocol.replicas import Member, ReplicaState, ReplicaTable
+from megatron_ppo.ray_actors.liveness import LivenessLimits, Question, Silence
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,14 @@ class Rebuildable(Protocol):
         """Why `member` has died; None when it is alive after `timeout_s`."""
         ...
 
+    def ask(self, member: Member) -> Question:
+        """Ask the core of `member`, and every worker of it, for a sign of life."""
+        ...
+
+    def kill_all(self, member: Member) -> None:
+        """SIGKILL every process of `member`, also where they stand still."""
+        ...
+
     def rebuild(self, replica: int, *, stopping: Callable[[], bool]) -> None:
         """End what is left of `replica` and build it again; returns when it runs, or soon after `stopping`.
 
@@ -48,12 +58,20 @@ class EngineKeeper:
     Args:
         engines: all of them built.
         give_up: called with the cause, from a thread, when a replica will not be built again; may block.
+        liveness: when a replica that serves is taken to hang; None asks no questions.
     """
 
-    def __init__(self, *, engines: Rebuildable, give_up: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        *,
+        engines: Rebuildable,
+        give_up: Callable[[str], None],
+        liveness: LivenessLimits | None = None,
+    ) -> None:
         self._engines = engines
         self._table = engines.table
         self._give_up = give_up
+        self._liveness = liveness
         self._stopping = threading.Event()
         self._threads = [
             threading.Thread(target=self._keep, args=(replica,), name=f"engine-keeper-{replica}", daemon=True)
@@ -73,6 +91,7 @@ class EngineKeeper:
                 thread.join(timeout=_STOP_LIMIT_S)
 
     def _keep(self, replica: int) -> None:
+        silence = Silence(limits=self._liveness, ask=self._engines.ask) if self._liveness else None
         while not self._stopping.is_set():
             # The main thread may have noticed first, in a call of its own.
             if self._table.statuses()[replica].state is ReplicaState.DEAD:
@@ -83,8 +102,20 @@ class EngineKeeper:
                 continue
             member = self._table.member(replica)
             cause = self._engines.wait_for_death(member, timeout_s=LOOK_S)
-            if cause is not None and not self._stopping.is_set():
+            if self._stopping.is_set():
+                return
+            if cause is not None:
                 self._table.died(member, cause)
+            elif silence is not None:
+                self._end_if_silent(silence, member)
+
+    def _end_if_silent(self, silence: Silence, member: Member) -> None:
+        if self._table.statuses()[member.replica].state is not ReplicaState.HEALTHY:
+            silence.forget()
+        elif (cause := silence.look(member)) is not None:
+            # Told before it is done: whoever meets the consequences is late with the news.
+            self._table.died(member, cause)
+            self._engines.kill_all(member)
 
     def _rebuild(self, replica: int) -> None:
         logger.info("engine replica %d is built again", replica)

@@ -20,12 +20,14 @@ from typing import Any, Literal
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_ppo.protocol.errors import EngineDeadError, MegatronPPOError, WaitTimeoutError
 from megatron_ppo.protocol.replicas import Member, ReplicaState, ReplicaTable
 from megatron_ppo.protocol.trajectory import Completion, GroupRequest, SamplingSettings
 from megatron_ppo.protocol.weights import RefitGroupSpec, WeightManifest
-from megatron_ppo.ray_actors.engine_actor import EngineActor
+from megatron_ppo.ray_actors.engine_actor import EngineActor, EngineProcesses
+from megatron_ppo.telemetry import processes
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ _GRACE_S = 30.0
 _SHUTDOWN_S = 15.0
 _POLL_S = 0.5
 _IDENTITY_S = 5.0
+_KILL_S = 30.0
 
 
 @contextmanager
@@ -157,6 +160,18 @@ class RayPendingCalls:
             ray.get(ref)
 
 
+class RayQuestion:
+    """One running call for a sign of life; implements `liveness.Question`."""
+
+    def __init__(self, ref: Any) -> None:
+        self._ref = ref
+
+    @property
+    def answered(self) -> bool:
+        """See `Question.answered`."""
+        return bool(ray.wait([self._ref], timeout=0)[0])
+
+
 def _identity(handle: Any) -> str | None:
     """Of the process behind an actor's handle; None while there is none. Raises: GetTimeoutError."""
     try:
@@ -221,6 +236,7 @@ class InferenceGroup:
         self._committed: int | None = None
         self._identities: dict[int, str] = {}
         self._watches: dict[int, tuple[Member, Any]] = {}
+        self._processes: dict[Member, EngineProcesses] = {}
 
     # The actors' processes start in the constructor; `start` only waits. Between the two the caller may build
     # models.
@@ -230,6 +246,7 @@ class InferenceGroup:
         for replica, handle in enumerate(self._handles):
             with _replica_errors(replica, "its start"):
                 self._identities[replica] = ray.get(handle.identity.remote(), timeout=_GRACE_S)
+                self._remember_processes(replica)
             self.table.built(replica)
 
     def clients(self) -> list[RayEngineClient]:
@@ -265,12 +282,34 @@ class InferenceGroup:
             return f"{type(error).__name__}: {error}"
         return "it ended by itself"
 
+    def ask(self, member: Member) -> RayQuestion:
+        """Ask the core of `member`, and every worker of it, for a sign of life."""
+        return RayQuestion(self._call(member, "answer"))
+
+    def kill_all(self, member: Member) -> None:
+        """SIGKILL every process of `member`, also where they stand still."""
+        known = self._processes.pop(member, None)
+        if known is None:
+            return
+        if known.node_id == ray.get_runtime_context().get_node_id():
+            processes.kill(known.started)
+            return
+        there = NodeAffinitySchedulingStrategy(node_id=known.node_id, soft=False)
+        kill = ray.remote(num_cpus=0)(processes.kill).options(scheduling_strategy=there)
+        try:
+            ray.get(kill.remote(dict(known.started)), timeout=_KILL_S)
+        except RayError as error:  # the node may be what is gone
+            logger.warning("the processes of %s could not be killed on their node: %s", member, error)
+
     def rebuild(self, replica: int, *, stopping: Callable[[], bool] = lambda: False) -> None:
         """End what is left of `replica`, let Ray start its actor again and build the engine there.
 
         Raises: EngineDeadError, WaitTimeoutError.
         """
         deadline = time.monotonic() + self._start_timeout_s
+        for member in list(self._processes):  # a copy: other replicas' threads are here, too
+            if member.replica == replica:
+                self.kill_all(member)
         self._await_new_process(replica, deadline, stopping)
         if stopping():
             return
@@ -283,6 +322,7 @@ class InferenceGroup:
         if not stopping():
             with _replica_errors(replica, "its rebuild"):
                 ray.get(start)
+                self._remember_processes(replica)
         # A watch that was begun in between is one of the old process.
         self._watches.pop(replica, None)
 
@@ -306,6 +346,25 @@ class InferenceGroup:
             with suppress(GetTimeoutError):
                 found = _identity(handle)
         self._identities[replica] = found
+
+    def _remember_processes(self, replica: int) -> None:
+        handle = self._handles[replica]
+        self._processes[self.table.member(replica)] = ray.get(handle.processes.remote(), timeout=_GRACE_S)
+
+    def end_silent(self, *, deadline_s: float) -> None:
+        """Kill the replicas of the last refit that run but do not answer within `deadline_s`, and tell the table.
+
+        For a refit that has failed without a death: the workers of those that are well have left the group by then.
+        """
+        up = set(self.table.live())
+        asked = {self._call(member, "answer"): member for member in self._refitted if member in up}
+        if not asked:
+            return
+        _, silent = ray.wait(list(asked), num_returns=len(asked), timeout=deadline_s)
+        for ref in silent:
+            cause = f"it hangs: its core did not answer within {deadline_s:.0f} s after a refit that failed"
+            self.table.died(asked[ref], cause)
+            self.kill_all(asked[ref])
 
     def health(self, *, timeout_s: float = 30.0) -> list[Any]:
         """`inference.engine.EngineHealth` per replica. Raises: EngineDeadError."""

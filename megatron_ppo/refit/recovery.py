@@ -61,6 +61,8 @@ class RecoveringRefit:
         engines: their states; on rank 0 only, None elsewhere.
         raise_if_lost: called on rank 0, also while no engine is up; raises PartDiedError when an engine died that will
             not be built again, or, with no engine up, when anything else has died that ends the run.
+        end_silent: called on rank 0 after a failure that no death explains: ends the engines that hang, whose deaths
+            it tells `engines`.
         max_retries: further attempts of one push whose failure was not an engine's death. Deaths are limited by the
             restarts that `engines` allows.
         on_rank_zero: runs a function on rank 0 and gives every rank its result, or its error.
@@ -75,11 +77,13 @@ class RecoveringRefit:
         raise_if_lost: Callable[[], None],
         max_retries: int,
         on_rank_zero: OnRankZero[Any],
+        end_silent: Callable[[], None] = lambda: None,
         publishing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self._refit = refit
         self._engines = engines
         self._raise_if_lost = raise_if_lost
+        self._end_silent = end_silent
         self._max_retries = max_retries
         self._on_rank_zero = on_rank_zero
         self._publishing = publishing
@@ -133,6 +137,8 @@ class RecoveringRefit:
         def count() -> int:
             engines = self._known()
             engines.wait_for_news(deaths=deaths, timeout_s=NEWS_S)
+            if engines.deaths == deaths:
+                self._end_silent()
             self._raise_if_lost()
             return engines.deaths
 

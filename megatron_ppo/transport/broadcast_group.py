@@ -40,6 +40,7 @@ _POLL_MAX_S = 0.01
 _GLOO_WAIT = timedelta(milliseconds=50)
 _ABANDONED = "abandoned"
 _JOINED = "joined"
+_ALL_HERE = "all_here"
 _ABANDONED_LOOK_S = 0.5
 _CAUSE_GRACE_S = 3.0
 # A healthy receiver also waits for one that stands still. The sender, which knows who that is, gives up first.
@@ -133,10 +134,11 @@ class BroadcastGroup:
             )
             self._store = present = dist.PrefixStore(f"refit_{spec.generation}", tcp_store)
             present.set(f"{_JOINED}/{rank}", "")
-            if store is not None:
-                # Connecting waits without looking at anything else, so it begins when all are there.
-                keys = [f"{_JOINED}/{receiver}" for receiver in range(1, spec.world_size)]
-                self._poll(lambda: not keys or present.check(keys), "all receivers to join", check_peers)
+            # Connecting waits without looking at anything else, for long, so nobody begins before all are there.
+            if rank == SENDER_RANK:
+                self._await_receivers(present, check_peers)
+            else:
+                self._poll(lambda: present.check([_ALL_HERE]), "all members to join", None)
             self._group: dist.ProcessGroup | None = _process_group(spec, present, rank, device)
         # DistStoreError and gloo's errors derive from RuntimeError
         except (RuntimeError, WaitTimeoutError) as error:
@@ -148,6 +150,17 @@ class BroadcastGroup:
         self._transfer = 0
         self._moving = 0
         self._received = 0
+
+    def _await_receivers(self, present: dist.Store, check_peers: CheckPeers | None) -> None:
+        keys = [f"{_JOINED}/{receiver}" for receiver in range(1, self.spec.world_size)]
+        try:
+            self._poll(lambda: not keys or present.check(keys), "all receivers to join", check_peers)
+        except Exception as error:
+            # Those that are here shall not wait for the others until their own limit: the next generation needs them.
+            with suppress(RuntimeError):
+                present.set(_ABANDONED, f"rank {self.rank}: {error}")
+            raise
+        present.set(_ALL_HERE, "")
 
     def offer_manifest(self, digest: str, *, check_peers: CheckPeers | None = None) -> None:
         """Sender: publish the digest and wait until every receiver has accepted it.

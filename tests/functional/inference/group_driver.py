@@ -26,7 +26,9 @@ from megatron_ppo.protocol.trajectory import SamplingSettings
 from megatron_ppo.ray_actors.cluster import start_local_cluster
 from megatron_ppo.ray_actors.engine_keeper import EngineKeeper
 from megatron_ppo.ray_actors.inference_group import InferenceGroup
+from megatron_ppo.ray_actors.liveness import LivenessLimits
 from megatron_ppo.refit.broadcast import BroadcastRefit
+from megatron_ppo.telemetry.processes import start_time
 from megatron_ppo.transport.broadcast_group import BroadcastStore
 from tests.functional.inference.hf_oracle import HfSource, hf_logprobs, tiny_model, worst_difference
 
@@ -37,6 +39,8 @@ BUCKET_BYTES = 20_000
 """Small, so that the tiny model needs many buckets."""
 STOPPED_LIMIT_S = 10.0
 """Of the refit whose engine stands still; the next one must keep it as well, on a busy machine."""
+LIVENESS = LivenessLimits(deadline_s=4.0, misses=2)
+"""An answer takes milliseconds, on a busy machine a second; two have to be late."""
 
 
 def _report(**fields: object) -> None:
@@ -120,6 +124,8 @@ def _stop_an_engine(group: InferenceGroup, core: int, models) -> None:
     os.kill(core, signal.SIGCONT)
     _report(stopped_error=error, stopped_s=took_s, stopped_other_refuses=paused)
     _report(continued_refuses=_refused(group, 1))
+    group.end_silent(deadline_s=STOPPED_LIMIT_S)
+    _report(continued_states=group.table.describe())
     refit.push(version=6)
     _report(repaired_difference=_served(group, models[0]))
 
@@ -127,13 +133,13 @@ def _stop_an_engine(group: InferenceGroup, core: int, models) -> None:
 def _fail_over_and_rebuild(
     group: InferenceGroup, refit: _InterruptibleRefit, model, first_pids: tuple[int, ...]
 ) -> None:
-    """Replica 1 is dead: the other takes the version; then it is rebuilt; then its process dies under requests."""
+    """Replica 1 is dead: the other takes the version; then it is rebuilt; then it stands still under requests."""
     started = time.monotonic()
     refit.push(8)
     _report(failover_s=time.monotonic() - started, failover_states=group.table.describe())
     _report(failover_difference=_served(group, model))
 
-    keeper = EngineKeeper(engines=group, give_up=lambda reason: _report(given_up=reason))
+    keeper = EngineKeeper(engines=group, give_up=lambda reason: _report(given_up=reason), liveness=LIVENESS)
     keeper.start()
     _report(rebuilt=group.table.wait_for(lambda: len(group.table.live()) == 2, timeout_s=300))
     pids = group.pids()[1]
@@ -154,8 +160,15 @@ def _fail_over_and_rebuild(
         ],
     )
 
-    os.kill(pids[0], signal.SIGKILL)
+    started = {pid: start_time(pid) for pid in pids}
+    os.kill(pids[1], signal.SIGSTOP)
     _report(fallen_over_difference=_served(group, model), fallen_over_states=group.table.describe())
+    deadline = time.monotonic() + 10
+    while (left := [pid for pid, at in started.items() if start_time(pid) == at]) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.05)
+    _report(left_of_the_silent=left)
     keeper.stop()
 
 

@@ -67,6 +67,9 @@ def test_an_engine_that_stands_still_in_a_transfer_fails_the_refit_in_time_and_i
     assert reports["stopped_s"] < 10 + 6, "the limit, a look for the cause, and a busy machine"
     assert "closed by a refit" in reports["stopped_other_refuses"]
     assert "closed by a refit" in reports["continued_refuses"]
+    assert reports["continued_states"] == "0 STALE v4, 1 STALE v4", (
+        "both answer after the failure: none is ended"
+    )
 
 
 def test_the_next_refit_repairs_both_engines(driver: Any):
@@ -105,8 +108,9 @@ def test_a_dead_core_is_rebuilt_in_a_new_process_and_serves_only_with_the_presen
     assert max(reports["back_differences"]) < TOLERANCE_NATS
 
 
-def test_the_requests_of_a_killed_actor_are_served_by_the_other(driver: Any):
+def test_a_core_that_stands_still_is_killed_with_its_actor_and_the_other_serves_its_requests(driver: Any):
     reports = driver[1]
+    assert len(reports["processes_per_replica"]) == 2 and reports["left_of_the_silent"] == []
     assert reports["fallen_over_difference"] < TOLERANCE_NATS
     assert reports["fallen_over_states"] == "0 HEALTHY v8, 1 DEAD (died 2x)"
     assert "given_up" not in reports

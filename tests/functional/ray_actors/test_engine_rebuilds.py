@@ -17,11 +17,13 @@ from megatron_ppo.protocol.errors import EngineDeadError
 from megatron_ppo.protocol.replicas import ReplicaState
 from megatron_ppo.protocol.trajectory import SamplingSettings
 from megatron_ppo.protocol.weights import RefitGroupSpec
+from megatron_ppo.telemetry.processes import start_time
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[3]
 LONG_S = 120.0  # starting an actor takes 10 CPU seconds, more on a loaded machine
+SILENT_S = 3.0  # an answer takes milliseconds, and two have to be late
 
 
 class Scene:
@@ -30,6 +32,7 @@ class Scene:
     def __init__(self, folder: Path, *, max_restarts: int = 3, failing_starts: int = 0) -> None:
         from megatron_ppo.ray_actors.engine_keeper import EngineKeeper
         from megatron_ppo.ray_actors.inference_group import InferenceGroup
+        from megatron_ppo.ray_actors.liveness import LivenessLimits
 
         self.starts = folder / "starts"
         self.group = InferenceGroup(
@@ -44,7 +47,11 @@ class Scene:
         self.group.start()
         self.table = self.group.table
         self.given_up: list[str] = []
-        self.keeper = EngineKeeper(engines=self.group, give_up=self.given_up.append)
+        self.keeper = EngineKeeper(
+            engines=self.group,
+            give_up=self.given_up.append,
+            liveness=LivenessLimits(deadline_s=SILENT_S, misses=2),
+        )
         self.keeper.start()
 
     def refit(self, version: int) -> None:
@@ -120,9 +127,8 @@ def test_a_replica_comes_back_from_a_broken_core_a_killed_process_and_a_hanging_
     run.refit(2)
     assert run.served() == 2
 
-    # A process that stands still is not seen by the watch; whoever waits for it in vain may say so.
+    # A process that stands still dies of no signal that it could ignore, and is seen by no watch.
     os.kill(pids[-1], signal.SIGSTOP)
-    run.table.died(run.table.member(0), "it did not answer")
     run.until(ReplicaState.STALE, deaths=3)
     pids.append(run.pid())
     run.refit(3)
@@ -130,13 +136,23 @@ def test_a_replica_comes_back_from_a_broken_core_a_killed_process_and_a_hanging_
 
     assert len(set(pids)) == 4 and len(run.starts.read_text().split()) == 4
     assert run.given_up == []
-    os.kill(pids[-1], signal.SIGKILL)
+    # In a refit nobody is asked, but after one that has failed.
+    run.group.begin_refit(mode="drain", timeout_s=LONG_S)
+    run.group.end_silent(deadline_s=SILENT_S)
+    assert run.table.deaths == 3
+    os.kill(pids[-1], signal.SIGSTOP)
+    time.sleep(3 * SILENT_S)
+    assert run.table.deaths == 3
+    run.group.end_silent(deadline_s=SILENT_S)
     run.until(ReplicaState.DEAD, deaths=4)
     deadline = time.monotonic() + LONG_S
     while not run.given_up:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert run.given_up[0].startswith("engine replica 0 died: ")
+    while start_time(pids[-1]) is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert run.given_up[0].startswith("engine replica 0 died: it hangs: its core did not answer within 3 s")
     assert run.given_up[0].endswith("(inference.max_engine_restarts=3)")
 
 

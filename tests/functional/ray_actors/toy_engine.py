@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 
 from megatron_ppo.protocol.errors import EngineDeadError, RefitError
@@ -45,6 +46,12 @@ class ToyEngine:
         while True:
             self._live()
             await asyncio.sleep(0.05)
+
+    async def answer(self) -> None:
+        self._live()
+
+    async def pids(self) -> tuple[int, ...]:
+        return (os.getpid(),)
 
     async def serves(self) -> bool:
         return self._alive and self._open

@@ -64,12 +64,17 @@ def test_a_killed_process_ends_the_run_with_its_cause(
 
 
 def survives(
-    job: Launched, find: Callable[[Launched], list[psutil.Process]], *, deaths: int, steps: int
+    job: Launched,
+    find: Callable[[Launched], list[psutil.Process]],
+    *,
+    deaths: int,
+    steps: int,
+    by: signal.Signals = signal.SIGKILL,
 ) -> str:
     """Kill what `find` finds in the middle of the run; what was said while the engines were away."""
     job.wait_for_step(3)
     for process in find(job):
-        process.send_signal(signal.SIGKILL)
+        process.send_signal(by)
     killed_after = job.rows()[-1]["step"]
     assert killed_after < steps - 2, "the run was too fast to be disturbed"
     status = ""
@@ -126,6 +131,19 @@ def test_a_run_survives_faults_and_the_death_of_its_only_engine_core_and_loses_n
     )
     # Also with an engine core in a process of its own, and when it dies.
     assert foreign_lines(job.output) == []
+
+
+@pytest.mark.slow
+def test_a_run_survives_that_its_only_engine_core_stands_still(launch: Callable[..., Launched]) -> None:
+    job = launch(
+        *RECORDED, "run.max_num_steps=12", "inference.engine_core=process", "inference.liveness_deadline_s=4",
+        "inference.liveness_misses=2",
+    )  # fmt: skip
+    status = survives(job, lambda job: [job.find("VLLM::EngineCore")], deaths=1, steps=12, by=signal.SIGSTOP)
+    assert "0 DEAD (died 1x)" in status
+    log = (job.run_dir / "logs" / "trainer_rank_0.log").read_text()
+    # Whichever finds it: the questions while it serves, or the limit of a refit.
+    assert re.search("engine replica 0 died: it hangs: its core (has left 2|did not answer)", log), log
 
 
 @pytest.mark.slow

@@ -12,18 +12,31 @@ from megatron_ppo.protocol.errors import WaitTimeoutError
 from megatron_ppo.protocol.replicas import Member, ReplicaState, ReplicaTable
 from megatron_ppo.ray_actors import engine_keeper
 from megatron_ppo.ray_actors.engine_keeper import EngineKeeper
+from megatron_ppo.ray_actors.liveness import LivenessLimits
 
 LONG_S = 20.0
 
 
+class Asked:
+    def __init__(self, answered: bool) -> None:
+        self.answered = answered
+
+
 class Engines:
-    """`Rebuildable` with engines that die when told to."""
+    """`Rebuildable` with engines that die when told to.
+
+    Attributes:
+        hanging: replicas that answer nothing until they are killed.   killed: what was killed, in order.
+    """
 
     def __init__(self, *, replicas: int, max_restarts: int) -> None:
         self.table = ReplicaTable(replicas=replicas, max_restarts=max_restarts)
         for replica in range(replicas):
             self.table.built(replica)
         self.rebuilds: list[int] = []
+        self.hanging: set[int] = set()
+        self.asked: list[int] = []
+        self.killed: list[Member] = []
         self.failing_rebuilds = 0
         self.may_finish = threading.Event()
         self.may_finish.set()
@@ -40,6 +53,15 @@ class Engines:
             self._changed.wait_for(lambda: member in self._deaths, timeout_s)
             return self._deaths.get(member)
 
+    def ask(self, member: Member) -> Asked:
+        self.asked.append(member.replica)
+        return Asked(answered=member.replica not in self.hanging)
+
+    def kill_all(self, member: Member) -> None:
+        assert self.table.deaths, "it is told before it is done"
+        self.killed.append(member)
+        self.hanging.discard(member.replica)
+
     def rebuild(self, replica: int, *, stopping: Callable[[], bool]) -> None:
         self.rebuilds.append(replica)
         while not self.may_finish.wait(0.01):
@@ -51,10 +73,14 @@ class Engines:
 
 
 class Scene:
-    def __init__(self, *, replicas: int = 2, max_restarts: int = 3) -> None:
+    def __init__(self, *, replicas: int = 2, max_restarts: int = 3, misses: int = 2) -> None:
         self.engines = Engines(replicas=replicas, max_restarts=max_restarts)
         self.given_up: list[str] = []
-        self.keeper = EngineKeeper(engines=self.engines, give_up=self.given_up.append)
+        self.keeper = EngineKeeper(
+            engines=self.engines,
+            give_up=self.given_up.append,
+            liveness=LivenessLimits(deadline_s=0.05, misses=misses) if misses else None,
+        )
         self.keeper.start()
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -93,6 +119,53 @@ def test_a_death_that_the_main_thread_noticed_is_repaired_as_well(scene: Callabl
     table.died(table.member(0), "a call has failed")
     run.until(lambda: table.statuses()[0].state is ReplicaState.STALE)
     assert run.engines.rebuilds == [0] and table.deaths == 1
+
+
+def test_a_serving_replica_that_hangs_is_killed_and_goes_the_road_of_the_dead(
+    scene: Callable[..., Scene],
+) -> None:
+    run = scene()
+    table, engines = run.engines.table, run.engines
+    table.serving(table.live(), version=4)
+    run.until(lambda: set(engines.asked) == {0, 1})
+    engines.hanging.add(1)
+    run.until(lambda: table.statuses()[1].state is ReplicaState.STALE)
+    assert (engines.rebuilds, engines.killed) == ([1], [Member(replica=1, deaths=0)])
+    assert [status.deaths for status in table.statuses()] == [0, 1]
+    assert table.statuses()[0].state is ReplicaState.HEALTHY
+    table.serving(table.live(), version=4)
+    engines.hanging.add(1)
+    run.until(lambda: table.statuses()[1].deaths == 2)
+    run.until(lambda: engines.killed[1:] == [Member(replica=1, deaths=1)])
+
+
+def test_the_last_restart_is_not_given_to_a_replica_that_hangs_once_more(scene: Callable[..., Scene]) -> None:
+    run = scene(replicas=1, max_restarts=0)
+    run.engines.table.serving(run.engines.table.live(), version=4)
+    run.engines.hanging.add(0)
+    run.until(lambda: bool(run.given_up))
+    assert run.given_up[0].startswith("engine replica 0 died: it hangs: its core has left 2 questions")
+    assert run.engines.killed == [Member(replica=0, deaths=0)] and run.engines.rebuilds == []
+
+
+def test_nobody_is_asked_who_waits_for_weights_or_takes_part_in_a_refit(scene: Callable[..., Scene]) -> None:
+    run = scene(replicas=1)
+    table, engines = run.engines.table, run.engines
+    engines.hanging.add(0)
+    time.sleep(0.3)
+    assert engines.asked == [] and table.deaths == 0
+    table.serving(table.live(), version=4)
+    run.until(lambda: len(engines.asked) == 1)
+    table.paused(table.live())  # before the question is overdue
+    time.sleep(0.3)
+    assert table.deaths == 0 and len(engines.asked) <= 2
+
+
+def test_without_limits_nobody_is_asked(scene: Callable[..., Scene]) -> None:
+    run = scene(replicas=1, misses=0)
+    run.engines.table.serving(run.engines.table.live(), version=4)
+    time.sleep(0.2)
+    assert run.engines.asked == []
 
 
 def test_replicas_are_built_side_by_side(scene: Callable[..., Scene]) -> None:

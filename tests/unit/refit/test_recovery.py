@@ -138,6 +138,45 @@ def test_a_death_that_is_noticed_after_the_broken_transfer_costs_no_retry(
     assert world.pushed == [5, 5]
 
 
+def test_an_engine_that_hangs_in_a_refit_is_ended_and_costs_no_retry() -> None:
+    world = World(times_out, times_out)
+    hanging = [0]
+
+    def end_silent() -> None:
+        if hanging:
+            world.table.died(world.table.member(hanging.pop()), "it hangs")
+
+    metrics = world.recovering(max_retries=1, end_silent=end_silent).push(version=5)
+    assert metrics["refit/failed_attempts"] == 2.0 and world.pushed == [5, 5, 5]
+    assert [status.deaths for status in world.table.statuses()] == [1, 0]
+    assert [member.replica for member in world.table.members(HEALTHY)] == [1]
+
+
+def test_a_failure_that_a_death_explains_is_not_looked_into() -> None:
+    world = World(dies)
+    looks: list[int] = []
+    world.recovering(end_silent=lambda: looks.append(1)).push(version=5)
+    assert looks == [] and world.pushed == [5, 5]
+
+
+def test_an_engine_that_hangs_once_too_often_ends_the_publication_with_its_cause() -> None:
+    world = World(times_out, max_restarts=0)
+    refit = world.recovering(
+        max_retries=9, end_silent=lambda: world.table.died(world.table.member(1), "it hangs")
+    )
+    with pytest.raises(PartDiedError, match=r"^engine replica 1 died: it hangs$"):
+        refit.push(version=5)
+
+
+def test_an_engine_error_after_the_last_retry_is_an_error_of_the_publication() -> None:
+    def fails_alone(world: World) -> None:
+        raise EngineDeadError("no engine replica serves")
+
+    world = World(*[fails_alone] * 2)
+    with pytest.raises(RefitError, match="version 5 could not be published: no engine replica serves"):
+        world.recovering(max_retries=1).push(version=5)
+
+
 def test_a_death_without_a_restart_ends_the_publication_with_its_cause() -> None:
     world = World(dies, max_restarts=0)
     with pytest.raises(PartDiedError, match=r"^engine replica 1 died: its core was killed$"):

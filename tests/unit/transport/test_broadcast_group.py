@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch
 
-from megatron_ppo.protocol.errors import RefitError, WaitTimeoutError
+from megatron_ppo.protocol.errors import EngineDeadError, RefitError, WaitTimeoutError
 from megatron_ppo.protocol.weights import WeightManifest
 from megatron_ppo.transport.broadcast_group import BroadcastGroup, BroadcastStore
 from megatron_ppo.transport.buckets import pack_bucket, views_of_bucket
@@ -123,6 +123,36 @@ def test_members_that_do_not_arrive_are_an_error_within_the_timeout():
         spec = store.spec(generation=7, rank_offset=1, world_size=2)
         BroadcastGroup(spec, rank=0, device=CPU, store=store)
     assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_who_has_joined_does_not_wait_for_an_absent_member_longer_than_the_sender(failed: bool):
+    """An engine core that waits in the old group could not join the next one, nor answer anything."""
+    store = BroadcastStore(timeout_s=1.0 if not failed else 60.0)
+    spec = store.spec(generation=3, rank_offset=1, world_size=3)
+    receiving: list[Future[object]] = []
+
+    def check_peers() -> None:
+        if failed and store.tcp_store.check(["refit_3/joined/1"]):
+            raise EngineDeadError("engine 2: its core was killed")
+
+    with ThreadPoolExecutor(1) as pool:
+        receiving.append(pool.submit(lambda: BroadcastGroup(spec, rank=1, device=CPU)))
+        with pytest.raises(EngineDeadError if failed else RefitError, match="engine 2"):
+            BroadcastGroup(
+                spec,
+                rank=0,
+                device=CPU,
+                store=store,
+                receiver_names=["engine 1", "engine 2"],
+                check_peers=check_peers,
+            )
+        ended = time.monotonic()
+        assert isinstance(receiving[0].exception(timeout=30), RefitError)
+        assert time.monotonic() - ended < 5
+    assert "abandoned by rank 0" in str(receiving[0].exception()) or not failed
+    groups = _group_of(1, lambda group: None, lambda group: None, store=store, generation=4)
+    assert [future.exception() for future in groups] == [None, None]
 
 
 def test_the_store_listens_on_its_own_address_only():
