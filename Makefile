@@ -36,9 +36,8 @@ hash = $(shell cat $(1) setup.py | sha256sum | cut -c1-16)
 STAMP := .venv/.setup-$(call hash,$(REQUIREMENTS))
 COMPAT_STAMP := .venv-compat/.setup-$(call hash,$(COMPAT_REQUIREMENTS))
 
-# The port torchrun listens on; a free one, so that two runs on one machine do not meet.
-free_port = $$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
-TORCHRUN = $(BIN)/python scripts/launch.py --nproc-per-node=$(NPROC) --master-addr=127.0.0.1 --master-port=$(free_port)
+# Any free port of the loopback interface, so that two runs on one machine do not meet.
+TORCHRUN = $(BIN)/python scripts/launch.py --nproc-per-node=$(NPROC) --master-port=0
 
 # install VENV PYTHON VERSION NODEPS-FILE NAME-OF-PYTHON-VARIABLE
 define install

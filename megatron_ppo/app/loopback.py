@@ -10,7 +10,7 @@ import os
 import socket
 
 from megatron_ppo.config.schema import RunConfig
-from megatron_ppo.transport.broadcast_group import is_loopback
+from megatron_ppo.transport.tcp_stores import is_loopback
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 

@@ -10,6 +10,8 @@ def engine_environment(*, device_type: str) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "HF_HUB_OFFLINE": "1",
+        # The workers of an engine are on one host and meet there; vLLM would take the address of an interface.
+        "VLLM_HOST_IP": "127.0.0.1",
         # The engine core then holds its only worker itself: two processes instead of three.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }

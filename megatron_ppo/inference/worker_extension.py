@@ -1,4 +1,4 @@
-"""What runs inside a vLLM worker: receiving weights, and dying with the parent process.
+"""What runs inside a vLLM worker: receiving weights, listening on loopback only, and dying with the parent process.
 
 vLLM imports this module in every worker because the engine names `WorkerExtension` as its
 `worker_extension_cls`; the import registers the "megatron_ppo" weight-transfer backend. vLLM drives it
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed.rendezvous
 from torch import nn
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -27,6 +28,7 @@ from megatron_ppo.protocol.errors import RefitError
 from megatron_ppo.protocol.weights import RefitGroupSpec, TensorMeta, WeightManifest
 from megatron_ppo.transport.broadcast_group import BroadcastGroup
 from megatron_ppo.transport.streams import receive_stream
+from megatron_ppo.transport.tcp_stores import keep_to_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -206,4 +208,6 @@ def _die_with_parent() -> None:
 
 # Importing this module in a worker process is vLLM's hook for extensions; there is no later call to use.
 _register_backend()
+# vLLM 0.32 and 0.33 let torch open the store of an engine's workers, which all are on one host, afterwards.
+keep_to_loopback(torch.distributed.rendezvous)
 _die_with_parent()

@@ -11,9 +11,7 @@ that cut different buckets make gloo abort the process instead of raising.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +24,7 @@ from torch import Tensor
 
 from megatron_ppo.protocol.errors import RefitError, WaitTimeoutError
 from megatron_ppo.protocol.weights import RefitGroupSpec
+from megatron_ppo.transport.tcp_stores import is_loopback, listener_on, store_at
 
 logger = logging.getLogger(__name__)
 
@@ -68,21 +67,10 @@ class BroadcastStore:
         self.host = host
         self.backend = backend
         self.timeout_s = timeout_s
-        # torch binds the store's port on every interface unless it is handed a socket that listens already.
-        family = socket.getaddrinfo(host, None)[0][0]
-        with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.bind((host, 0))
-            listener.listen(128)
-            self.port = int(listener.getsockname()[1])
-            self.tcp_store = dist.TCPStore(
-                host,
-                self.port,
-                None,
-                is_master=True,
-                timeout=timedelta(seconds=timeout_s),
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-            )
+        self.tcp_store = store_at(
+            listener_on(host), host, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+        )
+        self.port = self.tcp_store.port
 
     def spec(self, *, generation: int, rank_offset: int, world_size: int) -> RefitGroupSpec:
         """What one engine needs to join `generation`."""
@@ -405,13 +393,3 @@ def _process_group(
 
 def _drop(holder: list[dist.ProcessGroup]) -> None:
     holder.clear()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` is this host's loopback address, without asking a name server."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

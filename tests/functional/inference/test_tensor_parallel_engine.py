@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.functional.inference.hf_oracle import TOLERANCE_NATS, hf_logprobs, worst_difference
+from tests.listening_sockets import listening
 
 # The two workers are processes that import vLLM once more each.
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -14,12 +16,16 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_both_workers_serve_the_refitted_weights(
-    tmp_path: Path, engine_process_environment: None, tied: bool
+    tmp_path: Path, engine_process_environment: None, tied: bool, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # as app.loopback does in a run
     from tests.functional.inference.engine_rig import running_rig
 
     with running_rig(tmp_path, tied=tied, tensor_parallel_size=2) as rig:
-        assert len(rig.loop.run(rig.engine.pids())) == 3, "this process, with the core, and two workers"
+        pids = rig.loop.run(rig.engine.pids())
+        assert len(pids) == 3, "this process, with the core, and two workers"
+        sockets = listening(psutil.Process(pid) for pid in pids)
+        assert sockets and not any(sockets.values()), sockets
         for model in (rig.models[1], rig.models[0]):
             version = rig.publish(model)
             [completion] = rig.generate([3, 4, 5], max_new_tokens=30)

@@ -15,6 +15,7 @@ from launcher import LAUNCHER, Launched, final_history
 
 from megatron_ppo.loop.checkpoint_folder import CheckpointFolder
 from megatron_ppo.protocol.faults import FaultKind, FaultPlan
+from tests.listening_sockets import listening, open_to_others
 
 pytestmark = [pytest.mark.megatron, pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(500)]
 
@@ -36,6 +37,7 @@ def test_a_launcher_restarts_its_ranks_which_go_on_and_end_with_exit_code_zero_w
         nproc=2, max_restarts=1, program=LAUNCHER,
     )  # fmt: skip
     job.wait_for_step(3)
+    assert listening(job.seen.values()) and open_to_others(job.seen.values()) == []
     former = {process.pid: process for process in job.seen.values() if process != job.tree}
     job.trainer_rank(victim).send_signal(signal.SIGKILL)
     job.wait_for(lambda: "(restart 1 of its launcher)" in job.output, "the restart", timeout_s=120)

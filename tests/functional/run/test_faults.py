@@ -12,7 +12,9 @@ from collections.abc import Callable
 
 import psutil
 import pytest
-from launcher import Launched, final_history, foreign_lines
+from launcher import LAUNCHER, Launched, final_history, foreign_lines
+
+from tests.listening_sockets import listening, open_to_others
 
 pytestmark = [pytest.mark.megatron, pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(400)]
 
@@ -118,8 +120,17 @@ FAULT_KINDS = ("fail_generation", "hang_reward", "raise_reward", "delay_refit", 
 def test_a_run_survives_faults_and_the_death_of_its_only_engine_core_and_loses_no_prompt(
     launch: Callable[..., Launched],
 ) -> None:
-    job = launch(*RECORDED, *FAULTS, "run.max_num_steps=16", "inference.engine_core=process")
-    status = survives(job, lambda job: [job.find("VLLM::EngineCore")], deaths=1, steps=16)
+    job = launch(
+        *RECORDED, *FAULTS, "run.max_num_steps=16", "inference.engine_core=process", program=LAUNCHER
+    )
+
+    def core_of_a_run_on_loopback(job: Launched) -> list[psutil.Process]:
+        core = job.find("VLLM::EngineCore")
+        sockets = listening(job.seen.values())
+        assert len(sockets) > 5 and open_to_others(job.seen.values()) == [], sockets
+        return [core]
+
+    status = survives(job, core_of_a_run_on_loopback, deaths=1, steps=16)
     assert "0 DEAD (died 1x)" in status
     log = (job.run_dir / "logs" / "trainer_rank_0.log").read_text()
     for move in ("→ DEAD", "DEAD → STALE", "STALE → HEALTHY, version"):

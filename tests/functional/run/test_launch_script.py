@@ -12,7 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launcher import ROOT, free_port
+from launcher import ROOT
+
+from tests.listening_sockets import listening
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -21,6 +23,7 @@ SAME_REQUEST_S = 1.0
 
 RANK = """
 import os, pathlib, signal, sys, time
+import torch.distributed as dist
 folder, code, step_s = pathlib.Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 rank = os.environ["RANK"]
 got = []
@@ -35,19 +38,24 @@ for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
     signal.signal(number, end)
 with (folder / f"starts_{rank}").open("a") as starts:
     print("started", file=starts)
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
+store.set(rank, "here")
+store.wait(["0", "1"])
 (folder / f"ready_{rank}").write_text(str(os.getpid()))
 time.sleep(120)
 """
 
 
 class Launch:
-    def __init__(self, folder: Path, code: int, *, step_s: float = 0.5) -> None:
+    def __init__(
+        self, folder: Path, code: int, *, step_s: float = 0.5, words: tuple[str, ...] = ("--master-port=0",)
+    ) -> None:
         self.folder = folder
         script = folder / "rank.py"
         script.write_text(RANK)
         command = [
-            sys.executable, str(ROOT / "scripts" / "launch.py"), "--nproc-per-node=2", "--master-addr=127.0.0.1",
-            f"--master-port={free_port()}", "--shutdown-timeout=2", "--max-restarts=1",
+            sys.executable, str(ROOT / "scripts" / "launch.py"), "--nproc-per-node=2", *words, "--shutdown-timeout=2",
+            "--max-restarts=1",
             str(script), str(folder), str(code), str(step_s),
         ]  # fmt: skip
         with (folder / "out").open("wb") as output:
@@ -65,6 +73,13 @@ class Launch:
             time.sleep(0.05)
 
 
+def assert_on_loopback(launch: Launch) -> None:
+    """The ranks have met, at a store that no other host can reach."""
+    tree = psutil.Process(launch.process.pid)
+    sockets = listening([tree, *tree.children(recursive=True)])
+    assert list(sockets.values()) == [False], sockets
+
+
 @pytest.fixture
 def launches() -> Iterator[list[Launch]]:
     started: list[Launch] = []
@@ -78,8 +93,9 @@ def launches() -> Iterator[list[Launch]]:
 def test_a_signal_to_the_launcher_is_the_ranks_to_answer(
     tmp_path: Path, launches: list[Launch], signum: signal.Signals, code: int
 ) -> None:
-    launch = Launch(tmp_path, code)
+    launch = Launch(tmp_path, code, words=("--standalone",) if code else ("--master-port=0",))
     launches.append(launch)
+    assert_on_loopback(launch)
     launch.process.send_signal(signum)
     ended = launch.process.wait(timeout=90)
     assert (ended == 0) == (code == 0), (tmp_path / "out").read_text()
@@ -94,6 +110,7 @@ def test_a_second_signal_ends_ranks_that_do_not_come_to_the_end_of_their_step(
 ) -> None:
     launch = Launch(tmp_path, 0, step_s=100.0)
     launches.append(launch)
+    assert_on_loopback(launch)
     launch.process.send_signal(signal.SIGINT)
     launch.process.send_signal(signal.SIGTERM)  # of the same request: batch systems signal twice
     launch.wait_for("got_0", "got_1")

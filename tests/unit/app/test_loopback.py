@@ -12,7 +12,7 @@ import pytest
 from megatron_ppo.app.loopback import VARIABLE, keep_to_loopback
 from megatron_ppo.config.compose import load
 from megatron_ppo.config.schema import RunConfig
-from megatron_ppo.transport.broadcast_group import is_loopback
+from megatron_ppo.transport.tcp_stores import is_loopback
 
 LISTENERS = """
 import os
