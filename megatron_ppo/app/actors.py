@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,6 @@ class RunActors:
                 self.replay.watch.remote(): BUFFER,
                 self.collector.run.remote(): COLLECTOR,
             },
-            dispensable=(BUFFER, COLLECTOR),
         )
 
     def statistics(self) -> dict[str, float]:
@@ -86,19 +85,18 @@ class RunActors:
         While no engine is up, a dead collector or replay buffer is a cause, too: the run ends of it after this step,
         and the engine that this step would wait for may never come, because their machine or its raylet is gone.
         """
-        self._note_lost_engines()
-        if not self.engines.table.live():
+        if self._note_lost_engines() or not self.engines.table.live():
             self.supervisor.raise_if_failed()
-        self.supervisor.raise_if_step_ends()
 
     def raise_if_failed(self) -> None:
         """The same, and for a dead collector or replay buffer."""
         self._note_lost_engines()
         self.supervisor.raise_if_failed()
 
-    def _note_lost_engines(self) -> None:
+    def _note_lost_engines(self) -> bool:
         if (reason := self.engines.table.exhausted) is not None:
             self.supervisor.note(reason)
+        return reason is not None
 
     def snapshots(self) -> RayReplaySnapshots:
         """Save and restore of the replay buffer."""
@@ -119,7 +117,6 @@ def run_actors(
     task_kwargs: dict[str, Any],
     policy_folder: Path,
     directory: RunDirectory,
-    abandon: Callable[[str], None],
 ) -> Iterator[RunActors]:
     """Start every process without waiting for it; end every process on the way out, also after a failure."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
@@ -141,14 +138,9 @@ def run_actors(
             engine_target=config.inference.target,
             max_restarts=config.inference.max_engine_restarts,
         )
-        supervisor = Supervisor(abandon=abandon)
+        supervisor = Supervisor()
         seams = seams_of(config, directory)
-        # The step that is going on can be finished and saved without the engine; its publication will notice.
-        keeper = EngineKeeper(
-            engines=engines,
-            give_up=lambda reason: supervisor.note(reason, dispensable=True),
-            liveness=_liveness(config),
-        )
+        keeper = EngineKeeper(engines=engines, give_up=supervisor.note, liveness=_liveness(config))
         try:
             replay = ReplayActor.remote(
                 schedule=derived.schedule,

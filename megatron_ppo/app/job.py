@@ -385,7 +385,6 @@ class _Job:
                         task_kwargs=task_kwargs,
                         policy_folder=policy_folder,
                         directory=self.directory,
-                        abandon=lambda message: self.abandon(f"PartDiedError: {message}"),
                     )
                 )
             )

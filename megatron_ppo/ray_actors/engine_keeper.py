@@ -57,7 +57,7 @@ class EngineKeeper:
 
     Args:
         engines: all of them built.
-        give_up: called with the cause, from a thread, when a replica will not be built again; may block.
+        give_up: called with the cause, from a thread, when a replica will not be built again.
         liveness: when a replica that serves is taken to hang; None asks no questions.
     """
 

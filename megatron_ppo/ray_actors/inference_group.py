@@ -237,6 +237,7 @@ class InferenceGroup:
         self._identities: dict[int, str] = {}
         self._watches: dict[int, tuple[Member, Any]] = {}
         self._processes: dict[Member, EngineProcesses] = {}
+        self._ended: set[int] = set()
 
     # The actors' processes start in the constructor; `start` only waits. Between the two the caller may build
     # models.
@@ -289,15 +290,17 @@ class InferenceGroup:
     def kill_all(self, member: Member) -> None:
         """SIGKILL every process of `member`, also where they stand still."""
         known = self._processes.pop(member, None)
-        if known is None:
+        if known is None or not known.started:
             return
         if known.node_id == ray.get_runtime_context().get_node_id():
             processes.kill(known.started)
+            self._ended.add(member.replica)
             return
         there = NodeAffinitySchedulingStrategy(node_id=known.node_id, soft=False)
         kill = ray.remote(num_cpus=0)(processes.kill).options(scheduling_strategy=there)
         try:
             ray.get(kill.remote(dict(known.started)), timeout=_KILL_S)
+            self._ended.add(member.replica)
         except RayError as error:  # the node may be what is gone
             logger.warning("the processes of %s could not be killed on their node: %s", member, error)
 
@@ -329,11 +332,14 @@ class InferenceGroup:
     def _await_new_process(self, replica: int, deadline: float, stopping: Callable[[], bool]) -> None:
         """Ray has seen by itself that a process died; that a core died in a living process it does not know."""
         handle, before = self._handles[replica], self._identities[replica]
-        found: str | None = before
-        with suppress(GetTimeoutError):  # it hangs
-            found = _identity(handle)
-        if found == before:
-            ray.kill(handle, no_restart=False)
+        found: str | None = None
+        if replica not in self._ended:  # one that is being started answers as little as one that hangs
+            found = before
+            with suppress(GetTimeoutError):
+                found = _identity(handle)
+            if found == before:
+                ray.kill(handle, no_restart=False)
+        self._ended.discard(replica)
         while found is None or found == before:
             if stopping():
                 return

@@ -11,7 +11,7 @@ import logging
 import pickle
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -38,8 +38,6 @@ NOTICED_WITHIN_S = 3.0
 """How long after a process has died the watch over it knows of it, also on a loaded machine."""
 ACKNOWLEDGED_WITHIN_S = 10.0
 """How long a save waits for the collector to hold still."""
-ABANDONED_AFTER_S = 6.0
-"""A failure that the main thread has not met by then (it is inside a collective or a kernel) ends the process."""
 
 
 class RankZero:
@@ -93,82 +91,48 @@ class Supervisor:
     """Notices within a second that an actor has died and ends the run with the cause. Engines have an `EngineKeeper`.
 
     consumes: one never-ending call per watched process; it becomes ready only when the process is gone or broken.
-    produces: the first failure, raised in whatever the main thread waits for next. Unless the main thread can do
-        without the process until then, it has ABANDONED_AFTER_S to come by: `abandon(message)` is called from the
-        watching thread after that, and must not return.
+    produces: the first failure, raised in whatever the main thread waits for next. The step that is going on can be
+        finished and saved without the process, so nobody interrupts it.
     """
 
-    def __init__(self, *, abandon: Callable[[str], None]) -> None:
-        self._abandon = abandon
+    def __init__(self) -> None:
         self._watched: dict[Any, str] = {}
-        self._dispensable: frozenset[str] = frozenset()
         self._failure: PartDiedError | None = None
-        self._step_ends_by: PartDiedError | None = None
         self._noting = threading.Lock()
         self._failed = threading.Event()
-        self._met = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
 
-    def watch(self, refs: Mapping[Any, str], *, dispensable: Collection[str] = ()) -> None:
-        """Start watching: object ref of a never-ending call -> name of its process.
-
-        Args:
-            dispensable: names of processes without which a step can be finished and saved.
-        """
+    def watch(self, refs: Mapping[Any, str]) -> None:
+        """Start watching: object ref of a never-ending call -> name of its process."""
         self._watched = dict(refs)
-        self._dispensable = frozenset(dispensable)
         self._thread.start()
 
     def stop(self) -> None:
         """Stop watching, before the processes are ended on purpose."""
         self._stopping.set()
-        self._met.set()
         if self._thread.is_alive():
             self._thread.join(timeout=5)
 
-    def note(self, message: str, *, dispensable: bool = False) -> None:
-        """Keep a failure that the caller has noticed; the first one counts.
-
-        Args:
-            dispensable: a step can be finished and saved without what has failed.
-        """
-        failure = PartDiedError(message)
+    def note(self, message: str) -> None:
+        """Keep a failure that the caller has noticed, from any thread; the first one counts."""
         with self._noting:
             if self._stopping.is_set():
                 return
             if self._failure is None:
-                self._failure = failure
+                self._failure = PartDiedError(message)
                 logger.error("%s", message)
-            if self._step_ends_by is None and not dispensable:
-                self._step_ends_by = failure
         self._failed.set()
-
-    def report(self, message: str) -> None:
-        """The same from another thread, which waits here until the main thread has met the failure.
-
-        If the main thread does not come by in time, `abandon` ends the process.
-        """
-        self.note(message)
-        if not self._met.wait(ABANDONED_AFTER_S):
-            self._abandon(str(self._failure or message))
 
     def raise_if_failed(self) -> None:
         """Raise the failure that was noticed, if any."""
         if self._failure is not None:
-            self._met.set()
             raise self._failure
-
-    def raise_if_step_ends(self) -> None:
-        """Raise the failure that was noticed, if the step that is going on cannot be finished after it."""
-        if self._step_ends_by is not None:
-            self.raise_if_failed()
 
     def raise_cause_of(self, error: PartDiedError) -> NoReturn:
         """Raise the failure that is about to be noticed, from `error`, which a call to a dead process has met."""
         if self._thread.is_alive():
             self._failed.wait(NOTICED_WITHIN_S)
-        self._met.set()
         raise (self._failure or error) from (error if self._failure else error.__cause__)
 
     def call(self, ref: Any, *, what: str, timeout_s: float, despite_failure: bool = False) -> Any:
@@ -198,13 +162,7 @@ class Supervisor:
             if self._stopping.is_set():
                 return
             for ref in ready:
-                name = watched.pop(ref)
-                message = f"{name} died: {_describe(ref)}"
-                # What dies later dies of the first.
-                if name in self._dispensable:
-                    self.note(message, dispensable=True)
-                else:
-                    self.report(message)
+                self.note(f"{watched.pop(ref)} died: {_describe(ref)}")
 
 
 def _cause(error: ray.exceptions.RayTaskError) -> BaseException:

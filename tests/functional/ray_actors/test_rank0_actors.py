@@ -62,18 +62,6 @@ def dummy_process() -> type:
     return Dummy
 
 
-class Abandoned:
-    """Records what the supervisor does when the main thread does not come by."""
-
-    def __init__(self) -> None:
-        self.messages: list[str] = []
-        self.event = threading.Event()
-
-    def __call__(self, message: str) -> None:
-        self.messages.append(message)
-        self.event.set()
-
-
 @pytest.fixture(scope="module")
 def bystander(cluster: Path) -> Any:
     """A process that stays alive."""
@@ -93,21 +81,16 @@ def pid_of(actor: Any) -> int:
 
 
 @pytest.fixture
-def abandoned() -> Abandoned:
-    return Abandoned()
-
-
-@pytest.fixture
-def supervisor(cluster: Path, abandoned: Abandoned) -> Iterator[Supervisor]:
+def supervisor(cluster: Path) -> Iterator[Supervisor]:
     from megatron_ppo.ray_actors.rank0 import Supervisor
 
-    running = Supervisor(abandon=abandoned)
+    running = Supervisor()
     yield running
     running.stop()
 
 
 def test_a_killed_actor_is_raised_in_whatever_the_main_thread_waits_for(
-    supervisor: Supervisor, bystander: Any, abandoned: Abandoned
+    supervisor: Supervisor, bystander: Any
 ) -> None:
     victim = start_dummy()
     pid = pid_of(victim)
@@ -121,36 +104,22 @@ def test_a_killed_actor_is_raised_in_whatever_the_main_thread_waits_for(
     assert time.monotonic() - killed < NOTICE_S
     with pytest.raises(PartDiedError, match=r"^engine 1 died: "):
         supervisor.raise_if_failed()
-    # The main thread has met the failure, so the process is left to unwind.
-    supervisor.stop()
-    assert abandoned.messages == []
 
 
-def test_a_main_thread_that_does_not_come_by_is_abandoned_unless_it_can_do_without_the_dead_process(
-    supervisor: Supervisor, bystander: Any, abandoned: Abandoned
+def test_after_a_death_the_step_goes_on_until_somebody_asks_and_the_first_death_is_the_cause(
+    supervisor: Supervisor, bystander: Any
 ) -> None:
-    from megatron_ppo.ray_actors.rank0 import ABANDONED_AFTER_S
-
-    dispensable, victim = start_dummy(), start_dummy()
-    first, second = pid_of(dispensable), pid_of(victim)
-    supervisor.watch(
-        {dispensable.watch.remote(): "the replay buffer", victim.watch.remote(): "engine 1"},
-        dispensable=("the replay buffer",),
-    )
-    os.kill(first, signal.SIGKILL)
-    # The step goes on, and calls to others are answered, until somebody asks.
+    first, second = start_dummy(), start_dummy()
+    pids = [pid_of(first), pid_of(second)]
+    supervisor.watch({first.watch.remote(): "the replay buffer", second.watch.remote(): "the collector"})
+    os.kill(pids[0], signal.SIGKILL)
     with pytest.raises(PartDiedError, match=r"^the replay buffer died: "):
         supervisor.call(bystander.sleep.remote(300), what="the window to open", timeout_s=CALL_S)
-    waiting = bystander.sleep.remote(0.5)
+    os.kill(pids[1], signal.SIGKILL)
+    waiting = bystander.sleep.remote(1.5)
     assert supervisor.call(waiting, what="a nap", timeout_s=CALL_S, despite_failure=True) == "slept"
-    assert abandoned.messages == []
-    supervisor._met.clear()  # as if nobody had asked
-    os.kill(second, signal.SIGKILL)
-    killed = time.monotonic()
-    assert abandoned.event.wait(NOTICE_S + 10), "the supervisor never gave up on the main thread"
-    assert time.monotonic() - killed >= ABANDONED_AFTER_S
-    assert len(abandoned.messages) == 1
-    assert abandoned.messages[0].startswith("the replay buffer died: "), "the first death is the cause"
+    with pytest.raises(PartDiedError, match=r"^the replay buffer died: "):
+        supervisor.raise_if_failed()
 
 
 @pytest.mark.parametrize(
@@ -197,9 +166,7 @@ def test_a_call_returns_its_result_raises_its_own_error_or_names_what_was_waited
     assert 1.0 <= time.monotonic() - started < NOTICE_S
 
 
-def test_processes_that_are_ended_on_purpose_are_no_failure(
-    supervisor: Supervisor, abandoned: Abandoned
-) -> None:
+def test_processes_that_are_ended_on_purpose_are_no_failure(supervisor: Supervisor, cluster: Path) -> None:
     victim = start_dummy()
     pid = pid_of(victim)
     supervisor.watch({victim.watch.remote(): "engine 0"})
@@ -207,7 +174,6 @@ def test_processes_that_are_ended_on_purpose_are_no_failure(
     os.kill(pid, signal.SIGKILL)
     time.sleep(2.5)  # twice the period of the watch
     supervisor.raise_if_failed()
-    assert abandoned.messages == []
 
 
 # The learner's group source over a real replay actor
@@ -320,7 +286,7 @@ def test_groups_that_come_although_the_collector_has_died_are_handed_out(
     """They count as trained, so they must be: the run ends after their step."""
     victim = start_dummy()
     pid = pid_of(victim)
-    supervisor.watch({victim.watch.remote(): "the collector"}, dispensable=("the collector",))
+    supervisor.watch({victim.watch.remote(): "the collector"})
     source = source_over(replay, supervisor)
     source.open(step=0, frontier=SCHEDULE.frontier(0))
     asked = threading.Thread(target=lambda: (time.sleep(0.3), os.kill(pid, signal.SIGKILL), fill(replay, 0)))
