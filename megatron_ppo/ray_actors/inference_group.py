@@ -2,14 +2,12 @@
 them.
 
 `InferenceGroup` lives on trainer rank 0, starts, rebuilds and ends the actors and implements `refit.fleet.EngineFleet`
-and `engine_keeper.Rebuildable`. `RayEngineClient` is a `protocol.ports.EngineReplica` that
-may be pickled into another actor; it stays valid when the replica is built again, because Ray restarts the same actor.
+and `engine_keeper.Rebuildable`.
 Invariant: every wait has a limit, and a replica's own error keeps its type on the way to the caller.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,15 +17,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.exceptions import GetTimeoutError, RayError
 
 from megatron_ppo.protocol.errors import EngineDeadError, MegatronPPOError, WaitTimeoutError
 from megatron_ppo.protocol.replicas import Member, ReplicaState, ReplicaTable
 from megatron_ppo.protocol.trajectory import Completion, GroupRequest, SamplingSettings
 from megatron_ppo.protocol.weights import RefitGroupSpec, WeightManifest
-from megatron_ppo.ray_actors.engine_actor import EngineActor, EngineProcesses
-from megatron_ppo.telemetry import processes
+from megatron_ppo.ray_actors.engine_actor import EngineActor
+from megatron_ppo.ray_actors.engine_client import RayEngineClient, replica_errors
+from megatron_ppo.ray_actors.replica_processes import ReplicaProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -37,79 +35,16 @@ _GRACE_S = 30.0
 _SHUTDOWN_S = 15.0
 _POLL_S = 0.5
 _IDENTITY_S = 5.0
-_KILL_S = 30.0
-
-
-@contextmanager
-def _replica_errors(replica: int, what: str) -> Iterator[None]:
-    try:
-        yield
-    except RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, MegatronPPOError):
-            raise type(cause)(f"engine replica {replica}: {cause}") from None
-        raise EngineDeadError(f"engine replica {replica} failed during {what}: {error}") from error
-    except RayActorError as error:
-        raise EngineDeadError(f"the process of engine replica {replica} is gone ({what}): {error}") from error
-    except GetTimeoutError:
-        raise WaitTimeoutError(f"engine replica {replica} did not answer in time: {what}") from None
 
 
 @contextmanager
 def _noting_death(table: ReplicaTable, member: Member, what: str) -> Iterator[None]:
     try:
-        with _replica_errors(member.replica, what):
+        with replica_errors(member.replica, what):
             yield
     except EngineDeadError as error:
         table.died(member, str(error))
         raise
-
-
-class RayEngineClient:
-    """One replica as an `EngineReplica`. Cheap to pickle."""
-
-    def __init__(self, *, replica: int, handle: Any) -> None:
-        self._replica = replica
-        self._handle = handle
-
-    async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        *,
-        seeds: Sequence[int],
-        sampling: SamplingSettings,
-        deadline_s: float,
-    ) -> list[Completion]:
-        """See `RolloutEngine.generate`. Cancelling it aborts the requests in the engine."""
-        completions: list[Completion] = await self._call(
-            "generate", list(prompt_token_ids), seeds=list(seeds), sampling=sampling, deadline_s=deadline_s
-        )
-        return completions
-
-    async def generate_groups(
-        self, requests: Sequence[GroupRequest], *, sampling: SamplingSettings, deadline_s: float
-    ) -> list[list[Completion]]:
-        """See `WholeStepEngine.generate_groups`. Cancelling it aborts the requests in the engine."""
-        groups: list[list[Completion]] = await self._call(
-            "generate_groups", list(requests), sampling=sampling, deadline_s=deadline_s
-        )
-        return groups
-
-    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        ref = self._handle.call.remote(method, *args, **kwargs)
-        try:
-            with _replica_errors(self._replica, method):
-                return await ref
-        except asyncio.CancelledError:
-            ray.cancel(ref)
-            raise
-
-    async def serves(self) -> bool:
-        """See `EngineReplica.serves`."""
-        try:
-            return bool(await self._handle.call.remote("serves"))
-        except RayError:
-            return False
 
 
 class RayPendingCalls:
@@ -236,8 +171,7 @@ class InferenceGroup:
         self._committed: int | None = None
         self._identities: dict[int, str] = {}
         self._watches: dict[int, tuple[Member, Any]] = {}
-        self._processes: dict[Member, EngineProcesses] = {}
-        self._ended: set[int] = set()
+        self._processes = ReplicaProcesses()
 
     # The actors' processes start in the constructor; `start` only waits. Between the two the caller may build
     # models.
@@ -245,7 +179,7 @@ class InferenceGroup:
         """Build the engines and wait until all are up. Raises: EngineDeadError, WaitTimeoutError."""
         self._call_all("start", what="the engines to start").wait(timeout_s=self._start_timeout_s)
         for replica, handle in enumerate(self._handles):
-            with _replica_errors(replica, "its start"):
+            with replica_errors(replica, "its start"):
                 self._identities[replica] = ray.get(handle.identity.remote(), timeout=_GRACE_S)
                 self._remember_processes(replica)
             self.table.built(replica)
@@ -277,7 +211,7 @@ class InferenceGroup:
         if not ray.wait([ref], timeout=timeout_s)[0]:
             return None
         try:
-            with _replica_errors(member.replica, "its watch"):
+            with replica_errors(member.replica, "its watch"):
                 ray.get(ref)
         except MegatronPPOError as error:
             return f"{type(error).__name__}: {error}"
@@ -289,20 +223,7 @@ class InferenceGroup:
 
     def kill_all(self, member: Member) -> None:
         """SIGKILL every process of `member`, also where they stand still."""
-        known = self._processes.pop(member, None)
-        if known is None or not known.started:
-            return
-        if known.node_id == ray.get_runtime_context().get_node_id():
-            processes.kill(known.started)
-            self._ended.add(member.replica)
-            return
-        there = NodeAffinitySchedulingStrategy(node_id=known.node_id, soft=False)
-        kill = ray.remote(num_cpus=0)(processes.kill).options(scheduling_strategy=there)
-        try:
-            ray.get(kill.remote(dict(known.started)), timeout=_KILL_S)
-            self._ended.add(member.replica)
-        except RayError as error:  # the node may be what is gone
-            logger.warning("the processes of %s could not be killed on their node: %s", member, error)
+        self._processes.kill(member)
 
     def rebuild(self, replica: int, *, stopping: Callable[[], bool] = lambda: False) -> None:
         """End what is left of `replica`, let Ray start its actor again and build the engine there.
@@ -310,9 +231,7 @@ class InferenceGroup:
         Raises: EngineDeadError, WaitTimeoutError.
         """
         deadline = time.monotonic() + self._start_timeout_s
-        for member in list(self._processes):  # a copy: other replicas' threads are here, too
-            if member.replica == replica:
-                self.kill_all(member)
+        self._processes.kill_all_of(replica)
         self._await_new_process(replica, deadline, stopping)
         if stopping():
             return
@@ -323,7 +242,7 @@ class InferenceGroup:
                     f"engine replica {replica} was not built again within {self._start_timeout_s:.0f} s"
                 )
         if not stopping():
-            with _replica_errors(replica, "its rebuild"):
+            with replica_errors(replica, "its rebuild"):
                 ray.get(start)
                 self._remember_processes(replica)
         # A watch that was begun in between is one of the old process.
@@ -333,13 +252,14 @@ class InferenceGroup:
         """Ray has seen by itself that a process died; that a core died in a living process it does not know."""
         handle, before = self._handles[replica], self._identities[replica]
         found: str | None = None
-        if replica not in self._ended:  # one that is being started answers as little as one that hangs
+        if not self._processes.were_killed(
+            replica
+        ):  # one that is being started answers as little as one that hangs
             found = before
             with suppress(GetTimeoutError):
                 found = _identity(handle)
             if found == before:
                 ray.kill(handle, no_restart=False)
-        self._ended.discard(replica)
         while found is None or found == before:
             if stopping():
                 return
@@ -355,7 +275,8 @@ class InferenceGroup:
 
     def _remember_processes(self, replica: int) -> None:
         handle = self._handles[replica]
-        self._processes[self.table.member(replica)] = ray.get(handle.processes.remote(), timeout=_GRACE_S)
+        found = ray.get(handle.processes.remote(), timeout=_GRACE_S)
+        self._processes.remember(self.table.member(replica), found)
 
     def end_silent(self, *, deadline_s: float) -> None:
         """Kill the replicas of the last refit that run but do not answer within `deadline_s`, and tell the table.

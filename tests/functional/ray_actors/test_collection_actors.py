@@ -66,7 +66,7 @@ def start(cluster: Path) -> Iterator[Callable[[], tuple[Any, Any, Any]]]:
     import ray
 
     from megatron_ppo.ray_actors.collector_actor import CollectorActor
-    from megatron_ppo.ray_actors.inference_group import RayEngineClient
+    from megatron_ppo.ray_actors.engine_client import RayEngineClient
     from megatron_ppo.ray_actors.replay_actor import ReplayActor
 
     started: list[Any] = []
