@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[3]
 LONG_S = 120.0  # starting an actor takes 10 CPU seconds, more on a loaded machine
-SILENT_S = 3.0  # an answer takes milliseconds, and two have to be late
+SILENT_S = 4.0  # an answer takes milliseconds, and two have to be late
 
 
 class Scene:
@@ -136,13 +136,11 @@ def test_a_replica_comes_back_from_a_broken_core_a_killed_process_and_a_hanging_
 
     assert len(set(pids)) == 4 and len(run.starts.read_text().split()) == 4
     assert run.given_up == []
-    # In a refit nobody is asked, but after one that has failed.
+    # In a refit the keeper asks nobody; after one that has failed, the main thread does.
     run.group.begin_refit(mode="drain", timeout_s=LONG_S)
     run.group.end_silent(deadline_s=SILENT_S)
     assert run.table.deaths == 3
     os.kill(pids[-1], signal.SIGSTOP)
-    time.sleep(3 * SILENT_S)
-    assert run.table.deaths == 3
     run.group.end_silent(deadline_s=SILENT_S)
     run.until(ReplicaState.DEAD, deaths=4)
     deadline = time.monotonic() + LONG_S
@@ -152,7 +150,7 @@ def test_a_replica_comes_back_from_a_broken_core_a_killed_process_and_a_hanging_
     while start_time(pids[-1]) is not None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert run.given_up[0].startswith("engine replica 0 died: it hangs: its core did not answer within 3 s")
+    assert run.given_up[0].startswith("engine replica 0 died: it hangs: its core did not answer within 4 s")
     assert run.given_up[0].endswith("(inference.max_engine_restarts=3)")
 
 

@@ -147,7 +147,7 @@ def test_a_run_survives_faults_and_the_death_of_its_only_engine_core_and_loses_n
 @pytest.mark.slow
 def test_a_run_survives_that_its_only_engine_core_stands_still(launch: Callable[..., Launched]) -> None:
     job = launch(
-        *RECORDED, "run.max_num_steps=12", "inference.engine_core=process", "inference.liveness_deadline_s=4",
+        *RECORDED, "run.max_num_steps=12", "inference.engine_core=process", "inference.liveness_deadline_s=8",
         "inference.liveness_misses=2",
     )  # fmt: skip
     status = survives(job, lambda job: [job.find("VLLM::EngineCore")], deaths=1, steps=12, by=signal.SIGSTOP)
