@@ -9,24 +9,13 @@ import importlib
 import os
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from megatron_ppo.protocol.imports import no_garbage
+from megatron_ppo.ray_actors.replica_processes import EngineProcesses, processes_here
 from megatron_ppo.telemetry.heartbeat import Heartbeat
 from megatron_ppo.telemetry.process_log import redirect_process_output
-from megatron_ppo.telemetry.processes import start_time
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineProcesses:
-    """Where they run (Ray's id of the node), and their start times by process id."""
-
-    node_id: str
-    started: Mapping[int, str]
 
 
 class EngineActor:
@@ -58,11 +47,7 @@ class EngineActor:
 
     async def processes(self) -> EngineProcesses:
         """This one, the engine's core and its workers."""
-        found = {pid: start_time(pid) for pid in await self._engine.pids()}
-        return EngineProcesses(
-            node_id=ray.get_runtime_context().get_node_id(),
-            started={pid: at for pid, at in found.items() if at is not None},
-        )
+        return processes_here(await self._engine.pids())
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Await the engine's method of that name."""

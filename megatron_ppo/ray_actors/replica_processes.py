@@ -7,18 +7,36 @@ not a core or a worker below it that stands still. Invariant: only processes of 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_ppo.protocol.replicas import Member
-from megatron_ppo.ray_actors.engine_actor import EngineProcesses
 from megatron_ppo.telemetry import processes
 
 logger = logging.getLogger(__name__)
 
 _KILL_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineProcesses:
+    """Where they run (Ray's id of the node), and their start times by process id."""
+
+    node_id: str
+    started: Mapping[int, str]
+
+
+def processes_here(pids: Iterable[int]) -> EngineProcesses:
+    """Those of `pids` that run on this node."""
+    found = {pid: processes.start_time(pid) for pid in pids}
+    return EngineProcesses(
+        node_id=ray.get_runtime_context().get_node_id(),
+        started={pid: at for pid, at in found.items() if at is not None},
+    )
 
 
 class ReplicaProcesses:
