@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 
 import psutil
 
@@ -16,7 +16,7 @@ def listening(processes: Iterable[psutil.Process]) -> dict[str, bool]:
             for each in process.net_connections(kind="inet"):
                 if each.status == psutil.CONN_LISTEN:
                     line = f"{each.laddr.ip}:{each.laddr.port} of {process.pid} {' '.join(process.cmdline())[:100]}"
-                    found[line] = not ip_address(each.laddr.ip).is_loopback
+                    found[line] = not _is_loopback(each.laddr.ip)
         except psutil.Error:  # it has ended meanwhile
             continue
     return found
@@ -25,3 +25,10 @@ def listening(processes: Iterable[psutil.Process]) -> dict[str, bool]:
 def open_to_others(processes: Iterable[psutil.Process]) -> list[str]:
     """Those that other hosts could reach."""
     return [line for line, is_open in listening(processes).items() if is_open]
+
+
+def _is_loopback(address: str) -> bool:
+    found = ip_address(address)
+    # Ray's processes write 127.0.0.1 as ::ffff:127.0.0.1, which Python calls loopback from 3.13 on.
+    plain = found.ipv4_mapped if isinstance(found, IPv6Address) and found.ipv4_mapped else found
+    return plain.is_loopback

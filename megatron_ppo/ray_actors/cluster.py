@@ -134,7 +134,13 @@ def _connection(
     temp_dir: Path, log_dir: Path, gpu_ids: Sequence[str], options: Mapping[str, Any]
 ) -> Iterator[None]:
     try:
-        with _visible_gpus(gpu_ids), _own_sigterm(), _needed_services(), _own_process_groups():
+        with (
+            _visible_gpus(gpu_ids),
+            _own_sigterm(),
+            _needed_services(),
+            _own_process_groups(),
+            _on_loopback(),
+        ):
             _init(options)
         yield
     finally:
@@ -193,6 +199,23 @@ def _needed_services() -> Iterator[None]:
         yield
     finally:
         params.RayParams, services.start_api_server = with_all, dashboard
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Let the address of the cluster's only node stay what `ray.init` is given, so that nothing listens beyond it.
+
+    Ray's processes listen on the loopback interface where their node's address is of it. But `ray.init` replaces such
+    an address by that of the host, which other hosts could join, and then they listen on every interface. No parameter
+    keeps it from doing so (Ray 2.60).
+    """
+    services: Any = ray._private.services
+    plain = services.resolve_ip_for_localhost
+    services.resolve_ip_for_localhost = lambda host: host
+    try:
+        yield
+    finally:
+        services.resolve_ip_for_localhost = plain
 
 
 @contextmanager
