@@ -102,9 +102,9 @@ class InferenceSection(BuiltSection):
     )
     liveness_deadline_s: float = setting(
         30.0,
-        "An engine that serves is asked every few seconds for a sign of life, which its core and its workers give "
-        "between two of their steps. Longest wait for one answer; longer than any step, also the first ones, which may "
-        "compile.",
+        "An engine is asked every few seconds for a sign of life, which its core and its workers give between two of "
+        "their steps; not while weights are transferred. Longest wait for one answer; longer than any step, also the "
+        "first ones, which may compile.",
         unit="s",
         gt=0.0,
     )

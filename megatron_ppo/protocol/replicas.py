@@ -41,11 +41,17 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStatus:
-    """State of one replica now. `version` is the one that it serves, or has served; None before its first refit."""
+    """State of one replica now.
+
+    Attributes:
+        version: the one that it serves, or has served; None before its first refit.
+        in_transfer: its workers may be waiting for other members of a refit, and answer nothing meanwhile.
+    """
 
     state: ReplicaState
     deaths: int
     version: int | None
+    in_transfer: bool = False
 
 
 class ReplicaTable:
@@ -129,11 +135,24 @@ class ReplicaTable:
             self._count_death(replica, f"it could not be rebuilt: {cause}")
 
     def paused(self, members: Iterable[Member]) -> None:
-        """A refit has begun: what still serves stops, and serves nothing until `serving`."""
+        """A refit has begun: what still serves stops, and serves nothing until `serving`. It answers until it has."""
         with self._changed:
             for member in members:
+                self._mark(member, in_transfer=False)
                 if self._is_current(member) and self._state(member) is ReplicaState.HEALTHY:
                     self._set(member.replica, ReplicaState.STALE)
+
+    def in_transfer(self, members: Iterable[Member]) -> None:
+        """They join a group, or have paused and are given weights: nobody may expect an answer before `serving`."""
+        with self._changed:
+            for member in members:
+                self._mark(member, in_transfer=True)
+
+    def answers(self, replica: int) -> bool:
+        """Whether its engine runs and waits for nobody, so that it would answer a question, unless it hangs."""
+        with self._changed:
+            status = self._replicas[replica]
+            return status.state is not ReplicaState.DEAD and not status.in_transfer
 
     def serving(self, members: Iterable[Member], *, version: int) -> None:
         """A refit of `members` has succeeded. Those that have died meanwhile are left out.
@@ -183,7 +202,7 @@ class ReplicaTable:
     def _set(self, replica: int, state: ReplicaState, *, version: int | None = None) -> None:
         before = self._replicas[replica]
         kept = before.version if version is None else version
-        self._replicas[replica] = replace(before, state=state, version=kept)
+        self._replicas[replica] = replace(before, state=state, version=kept, in_transfer=False)
         # Every refit pauses everybody; what is told is who comes and goes.
         level = (
             logging.DEBUG if before.version is not None and state is not ReplicaState.DEAD else logging.INFO
@@ -191,6 +210,11 @@ class ReplicaTable:
         served = "" if version is None else f", version {version}"
         logger.log(level, "engine replica %d: %s → %s%s", replica, before.state, state, served)
         self._changed.notify_all()
+
+    def _mark(self, member: Member, *, in_transfer: bool) -> None:
+        if self._is_current(member) and self._state(member) is not ReplicaState.DEAD:
+            before = self._replicas[member.replica]
+            self._replicas[member.replica] = replace(before, in_transfer=in_transfer)
 
     def _is_current(self, member: Member) -> bool:
         return self._replicas[member.replica].deaths == member.deaths

@@ -58,7 +58,7 @@ class EngineKeeper:
     Args:
         engines: all of them built.
         give_up: called with the cause, from a thread, when a replica will not be built again.
-        liveness: when a replica that serves is taken to hang; None asks no questions.
+        liveness: when a replica that could answer is taken to hang; None asks no questions.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class EngineKeeper:
                 self._end_if_silent(silence, member)
 
     def _end_if_silent(self, silence: Silence, member: Member) -> None:
-        if self._table.statuses()[member.replica].state is not ReplicaState.HEALTHY:
+        if not self._table.answers(member.replica):
             silence.forget()
         elif (cause := silence.look(member)) is not None:
             # Told before it is done: whoever meets the consequences is late with the news.

@@ -401,6 +401,7 @@ class InferenceGroup:
 
     def join_refit_group(self, spec: RefitGroupSpec) -> RayPendingCalls:
         """The m-th replica of the muster takes the ranks `spec.rank_offset` + m·tp and following."""
+        self.table.in_transfer(self._refitted)
         offsets = range(spec.rank_offset, spec.world_size, self._tensor_parallel_size)
         return RayPendingCalls(
             "the engines to join the refit group",
@@ -422,7 +423,10 @@ class InferenceGroup:
             timeout_s=timeout_s,
             what=f"the engines to pause ({mode})",
         )
-        calls.wait(timeout_s=timeout_s + _GRACE_S)
+        try:
+            calls.wait(timeout_s=timeout_s + _GRACE_S)
+        finally:
+            self.table.in_transfer(self._refitted)
 
     def receive_weights(self, manifest: WeightManifest) -> RayPendingCalls:
         """Let every replica receive."""

@@ -1,8 +1,9 @@
 """Tells an engine that hangs from one that is busy: whether its core still answers, by questions with a deadline.
 
-Driven by the keeper's threads, one `Silence` per replica, while the replica serves: the core answers between two of its
-steps. In a refit it does not, since its workers wait for the sender there; limits of the refit's own apply. Imports no
-Ray. Invariant: an engine that has answered one of its last questions in time is never called silent.
+Driven by the keeper's threads, one `Silence` per replica, whether it serves, has no weights yet or finishes its
+requests for a refit: the core answers between two of its steps. In the transfer itself it does not, since its workers
+wait for the sender; limits of the refit's own apply there. Imports no Ray. Invariant: an engine that has answered one
+of its last questions in time is never called silent.
 """
 
 from __future__ import annotations
@@ -67,12 +68,12 @@ class Silence:
         self._missed = 0
 
     def forget(self) -> None:
-        """The replica does not serve, so that what it has not answered so far does not count."""
+        """The replica is not expected to answer, so that what it has not answered so far does not count."""
         self._member = self._question = None
         self._missed = 0
 
     def look(self, member: Member) -> str | None:
-        """Called while `member` serves, a few times per deadline. Returns: why it hangs, if it does."""
+        """Called while `member` should answer, a few times per deadline. Returns: why it hangs, if it does."""
         now = self._clock()
         if member != self._member:
             self.forget()

@@ -127,8 +127,11 @@ def test_a_replica_comes_back_from_a_broken_core_a_killed_process_and_a_hanging_
     run.refit(2)
     assert run.served() == 2
 
-    # A process that stands still dies of no signal that it could ignore, and is seen by no watch.
+    # A process that stands still dies of no signal that it could ignore, and is seen by no watch. Here a refit waits
+    # for its requests; the questions find it before that wait ends by itself.
     os.kill(pids[-1], signal.SIGSTOP)
+    with pytest.raises(EngineDeadError, match="the process of engine replica 0 is gone"):
+        run.group.begin_refit(mode="drain", timeout_s=2 * LONG_S)
     run.until(ReplicaState.STALE, deaths=3)
     pids.append(run.pid())
     run.refit(3)
@@ -136,7 +139,7 @@ def test_a_replica_comes_back_from_a_broken_core_a_killed_process_and_a_hanging_
 
     assert len(set(pids)) == 4 and len(run.starts.read_text().split()) == 4
     assert run.given_up == []
-    # In a refit the keeper asks nobody; after one that has failed, the main thread does.
+    # In a transfer the keeper asks nobody; after one that has failed, the main thread does.
     run.group.begin_refit(mode="drain", timeout_s=LONG_S)
     run.group.end_silent(deadline_s=SILENT_S)
     assert run.table.deaths == 3

@@ -45,6 +45,26 @@ def test_a_refit_pauses_who_serves_and_a_failed_one_leaves_them_stale() -> None:
     assert states(table) == [HEALTHY, HEALTHY]
 
 
+def test_an_engine_answers_unless_it_is_dead_or_in_a_transfer() -> None:
+    table = table_of(3)
+    refitted = table.live()
+    answers = lambda: [table.answers(replica) for replica in range(3)]  # noqa: E731
+    assert answers() == [True, True, True]
+    table.in_transfer(refitted[:2])  # which form a group
+    assert answers() == [False, False, True]
+    table.paused(refitted)  # which finish their requests
+    assert answers() == [True, True, True]
+    table.in_transfer(refitted)
+    table.died(refitted[0], "killed")
+    table.built(0)
+    table.in_transfer(refitted)  # news of its former life
+    assert answers() == [True, False, False]
+    table.serving(refitted, version=1)
+    assert answers() == [True, True, True]
+    table.died(refitted[1], "killed")
+    assert answers() == [True, False, True]
+
+
 def test_a_death_takes_the_version_away_and_is_counted() -> None:
     table = table_of(2)
     assert table.died(table.member(1), "its core was killed")

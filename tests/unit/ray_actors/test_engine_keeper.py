@@ -148,17 +148,40 @@ def test_the_last_restart_is_not_given_to_a_replica_that_hangs_once_more(scene: 
     assert run.engines.killed == [Member(replica=0, deaths=0)] and run.engines.rebuilds == []
 
 
-def test_nobody_is_asked_who_waits_for_weights_or_takes_part_in_a_refit(scene: Callable[..., Scene]) -> None:
+def test_nobody_is_asked_who_takes_part_in_a_transfer(scene: Callable[..., Scene]) -> None:
     run = scene(replicas=1)
     table, engines = run.engines.table, run.engines
-    engines.hanging.add(0)
-    time.sleep(0.3)
-    assert engines.asked == [] and table.deaths == 0
-    table.serving(table.live(), version=4)
     run.until(lambda: len(engines.asked) == 1)
-    table.paused(table.live())  # before the question is overdue
+    table.in_transfer(table.live())
+    engines.hanging.add(0)  # as far as anybody can tell
     time.sleep(0.3)
     assert table.deaths == 0 and len(engines.asked) <= 2
+    engines.hanging.clear()
+    table.serving(table.live(), version=4)
+    asked = len(engines.asked)
+    run.until(lambda: len(engines.asked) > asked)
+    assert table.deaths == 0
+
+
+def test_an_engine_that_hangs_while_a_refit_waits_for_its_requests_is_killed(
+    scene: Callable[..., Scene],
+) -> None:
+    run = scene(replicas=2)
+    table, engines = run.engines.table, run.engines
+    table.serving(table.live(), version=4)
+    # A group is formed anew; then the engines are asked to pause, which ends its first transfer.
+    table.in_transfer(table.live())
+    table.paused(table.live())
+    engines.hanging.add(1)
+    run.until(lambda: engines.killed == [Member(replica=1, deaths=0)])
+    run.until(lambda: table.statuses()[1].state is ReplicaState.STALE)
+    assert [status.deaths for status in table.statuses()] == [0, 1]
+
+
+def test_an_engine_that_hangs_before_it_has_weights_is_killed(scene: Callable[..., Scene]) -> None:
+    run = scene(replicas=1)
+    run.engines.hanging.add(0)
+    run.until(lambda: run.engines.killed == [Member(replica=0, deaths=0)])
 
 
 def test_without_limits_nobody_is_asked(scene: Callable[..., Scene]) -> None:
