@@ -21,9 +21,10 @@ class Case:
     """One run of the real job.
 
     Attributes:
-        section: seeds, variants, long, chaos or broken; the part of the report that it belongs to.
+        section: seeds, variants, long, real, chaos or broken; the part of the report that it belongs to.
         words: configuration, as on the command line.
         bug: key of `alterations.ALTERATIONS`; None runs the job as it is.
+        ranks: trainer ranks.
         rejected_by: gates of which at least one must fail; empty when all gates must pass.
         shows: for the report, what was broken or varied.
     """
@@ -32,6 +33,7 @@ class Case:
     section: str
     words: tuple[str, ...]
     bug: str | None = None
+    ranks: int = 1
     rejected_by: tuple[str, ...] = ()
     shows: str
 
@@ -46,14 +48,26 @@ def seed_case(seed: int) -> Case:
     )
 
 
-VARIANTS = tuple(
+VARIANTS = (
+    *(
+        Case(
+            id=f"variant_{name}",
+            section="variants",
+            words=(f"+experiment=megatron_40step_{name}",),
+            shows=shows,
+        )
+        for name, shows in (
+            ("banked", "rollouts banked two steps ahead during critic warm-up"),
+            ("nowarmup", "policy trained from step 1"),
+        )
+    ),
     Case(
-        id=f"variant_{name}", section="variants", words=(f"+experiment=megatron_40step_{name}",), shows=shows
-    )
-    for name, shows in (
-        ("banked", "rollouts banked two steps ahead during critic warm-up"),
-        ("nowarmup", "policy trained from step 1"),
-    )
+        id="variant_two_ranks",
+        section="variants",
+        words=("+experiment=megatron_40step", "run.seed=0"),
+        ranks=2,
+        shows="two trainer ranks, policy and critic at TP2",
+    ),
 )
 
 # Several seeds, because the critic of one of them says little: at the end hardly any variance is left to explain.
@@ -65,6 +79,15 @@ LONG = tuple(
         shows=f"run.seed={seed}",
     )
     for seed in (1, 2, 3, 4)
+)
+
+REAL = (
+    Case(
+        id="real_smollm2",
+        section="real",
+        words=("+experiment=smollm2_135m_chain_sum",),
+        shows="SmolLM2-135M-Instruct on chain_sum, asynchronous",
+    ),
 )
 
 # The same run without and with faults: what they cost is the difference.
@@ -134,7 +157,7 @@ BROKEN = (
 
 def all_cases(seeds: tuple[int, ...] = DEFAULT_SEEDS) -> tuple[Case, ...]:
     """Every case in the order in which they run."""
-    return (*(seed_case(seed) for seed in seeds), *VARIANTS, *LONG, *CHAOS, *BROKEN)
+    return (*(seed_case(seed) for seed in seeds), *VARIANTS, *LONG, *REAL, *CHAOS, *BROKEN)
 
 
 def select(cases: tuple[Case, ...], patterns: list[str]) -> tuple[Case, ...]:

@@ -37,6 +37,7 @@ KEPT_METRICS = (
     "age/max_versions",
     "age/mean_versions",
     "age/mixed_versions_rate",
+    "probe/max_abs_logprob_change_nats",
     "probe/max_abs_logprob_diff_nats",
     "train/avg_trajectory_age",
     "train/clip_fraction",
@@ -44,6 +45,8 @@ KEPT_METRICS = (
     "train/critic/loss",
     "train/entropy",
     "train/gen_kl_error",
+    "train/grad_norm",
+    "train/loss",
     "train/mean_gen_tokens_per_sample",
     "train/reward",
     "train/token_mult_prob_error",
@@ -110,7 +113,7 @@ def command(case: Case, base: Path) -> list[str]:
     script = "scripts/train_async_ppo.py" if case.bug is None else "tests/proof/train_broken.py"
     bug = [] if case.bug is None else ["--bug", case.bug]
     return [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1",
+        sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={case.ranks}",
         "--master-addr=127.0.0.1", f"--master-port={_free_port()}",
         script, *bug, "--config-dir", "tests/proof/conf", *case.words, f"run.dir={base}", "run.resume=never",
     ]  # fmt: skip

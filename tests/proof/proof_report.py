@@ -127,7 +127,7 @@ def sections(proof: Proof) -> dict[str, str]:
     """Markdown of every section that has a result."""
     by_section = {
         name: [(c, r) for c in proof.cases if c.section == name and (r := proof.results[c.id]) is not None]
-        for name in ("seeds", "variants", "long", "chaos", "broken")
+        for name in ("seeds", "variants", "long", "real", "chaos", "broken")
     }
     bodies = {}
     if by_section["seeds"]:
@@ -136,6 +136,8 @@ def sections(proof: Proof) -> dict[str, str]:
         bodies["variants"] = _variants(by_section["variants"])
     if by_section["long"]:
         bodies["long"] = _long(by_section["long"])
+    if by_section["real"]:
+        bodies["real"] = _real(by_section["real"])
     if by_section["chaos"]:
         bodies["chaos"] = _chaos(by_section["chaos"])
     if by_section["broken"]:
@@ -189,6 +191,32 @@ def _long(done: Done) -> str:
         f"## Seeds of the variant with long responses\n\n{_provenance(done)}\n\n`megatron_40step_long`: responses of "
         f"64 to 128 tokens on average, in-flight weight updates. **{passed} of {len(done)} seeds pass every gate** "
         f"(all must). Columns as above.\n\n{table(SEED_COLUMNS, rows)}{_mishaps(done)}"
+    )
+
+
+def _real(done: Done) -> str:
+    [(case, result)] = done
+    metrics = (
+        ("reward", "train/reward", "{:.3f}"),
+        ("policy loss", "train/loss", "{:.5f}"),
+        ("gradient norm", "train/grad_norm", "{:.3f}"),
+        ("critic loss", "train/critic/loss", "{:.5f}"),
+        ("age", "age/max_versions", "{:.0f}"),
+        ("probe", "probe/max_abs_logprob_diff_nats", "{:.1e}"),
+        ("moved", "probe/max_abs_logprob_change_nats", "{:.3f}"),
+        ("accuracy", "validation/accuracy", "{:.3f}"),
+    )
+    steps = sorted({int(step) for _, metric, _ in metrics for step, _ in result["curves"].get(metric, [])})
+    rows = [
+        [str(step), *(_mean(result, metric, step, step, style) for _, metric, style in metrics)]
+        for step in steps
+    ]
+    gates, wall_s, largest_gb, _ = _costs(result)
+    return (
+        f"## A real pretrained model\n\n{_provenance(done)}\n\n{_experiment(case)}: {case.shows}, one trainer rank. "
+        f"**{gates} gates pass.** {wall_s} s from the command to its end, largest {largest_gb} GB. Columns as above; "
+        f"moved is how far the update moved the engine's log-probs, in nats; accuracy is that of greedy answers to 32 "
+        f"prompts.\n\n{table(('step', *(name for name, _, _ in metrics)), rows)}{_mishaps(done)}"
     )
 
 

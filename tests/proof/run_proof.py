@@ -98,7 +98,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Real runs that prove the gates; resumable.")
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="PATTERN",
-        help="seeds, variants, long, chaos, broken, mutations, kills, or shell patterns of case ids",
+        help="seeds, variants, long, real, chaos, broken, mutations, kills, or shell patterns of case ids",
     )  # fmt: skip
     parser.add_argument(
         "--kills", nargs="+", default=[], metavar="PATTERN", help="shell patterns of kills, as 'collector-*'"
