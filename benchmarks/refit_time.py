@@ -310,7 +310,7 @@ class _Sender:
         self._group = group
         self._manifest = manifest_for(policy.weight_metadata(), staging_bytes=job.staging_bytes)
         self.num_bytes = sum(meta.num_bytes for meta in policy.weight_metadata())
-        members = 1 + len(group.muster())
+        members = 1 + len(group.muster(version=0))
         sizes = broadcast_sizes(self._manifest)
         self._store = dist.TCPStore(
             "127.0.0.1", 0, None, is_master=True, timeout=timedelta(seconds=TIMEOUT_S), wait_for_workers=False

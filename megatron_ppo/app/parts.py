@@ -152,6 +152,7 @@ class PartsBuilder:
             in_flight=config.schedule.in_flight_weight_updates,
             recompute_kv=config.schedule.recompute_kv_cache_after_weight_updates,
             timeout_s=config.refit.timeout_s,
+            straggler_patience_s=config.refit.straggler_patience_s,
             agree=agreement_over(self.control),
         )
         self.stack.callback(refit.close)

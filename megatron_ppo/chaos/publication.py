@@ -13,6 +13,7 @@ from typing import Literal
 from megatron_ppo.chaos.fault_log import Attempts, FaultLog
 from megatron_ppo.protocol.errors import RefitError
 from megatron_ppo.protocol.faults import FaultKind, FaultPlan
+from megatron_ppo.protocol.replicas import PausedEngines
 from megatron_ppo.protocol.weights import RefitGroupSpec, WeightManifest
 from megatron_ppo.refit.fleet import EngineFleet, PendingCalls
 
@@ -38,17 +39,19 @@ class FaultyFleet:
         self._sleep = sleep
         self._attempts = Attempts()
 
-    def muster(self) -> Sequence[str]:
+    def muster(self, *, version: int) -> Sequence[str]:
         """See `EngineFleet.muster`."""
-        return self._fleet.muster()
+        return self._fleet.muster(version=version)
 
     def join_refit_group(self, spec: RefitGroupSpec) -> PendingCalls:
         """See `EngineFleet.join_refit_group`."""
         return self._fleet.join_refit_group(spec)
 
-    def begin_refit(self, *, mode: Literal["drain", "keep"], timeout_s: float) -> None:
+    def begin_refit(
+        self, *, mode: Literal["drain", "keep"], timeout_s: float, patience_s: float | None = None
+    ) -> PausedEngines:
         """See `EngineFleet.begin_refit`."""
-        self._fleet.begin_refit(mode=mode, timeout_s=timeout_s)
+        return self._fleet.begin_refit(mode=mode, timeout_s=timeout_s, patience_s=patience_s)
 
     def receive_weights(self, manifest: WeightManifest) -> PendingCalls:
         """See `EngineFleet.receive_weights`."""

@@ -1,24 +1,27 @@
-"""ReplicaRouter: spreads groups over engine replicas, and around those that have died.
+"""ReplicaRouter: spreads groups over engine replicas, and around those that have died or stand aside.
 
 Owns the load count per replica, and which of them are down. Driven by the collector. A group stays on one replica, so
 that its samples share the prompt's cache.
 
-Invariant: no request is given to a replica that is down; a replica is down from its first EngineDeadError until it
-says itself that it serves, which it does only with the current weights.
+Invariant: no request is given to a replica that is down; a replica is down from its first EngineDeadError or
+EngineAsideError until it says itself that it serves, which it does only with the current weights.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
-from megatron_ppo.protocol.errors import EngineDeadError, GenerationError
+from megatron_ppo.protocol.errors import EngineAsideError, EngineDeadError, GenerationError
 from megatron_ppo.protocol.ports import EngineReplica
 from megatron_ppo.protocol.trajectory import Completion, GroupRequest, SamplingSettings
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class ReplicaRouter:
@@ -52,7 +55,7 @@ class ReplicaRouter:
 
     @property
     def down(self) -> tuple[int, ...]:
-        """Replicas that have died and do not serve again yet."""
+        """Replicas that have died, or stand aside, and do not serve again yet."""
         return tuple(sorted(self._looking))
 
     async def available(self) -> None:
@@ -67,21 +70,36 @@ class ReplicaRouter:
         sampling: SamplingSettings,
         deadline_s: float,
     ) -> list[Completion]:
-        """See `RolloutEngine.generate`. A death is a GenerationError: the next attempt goes to another replica."""
-        async with self._replica_for(len(seeds)) as engine:
-            return await engine.generate(
+        """See `RolloutEngine.generate`. A death is a GenerationError: the next attempt goes to another replica.
+
+        One that stands aside turns the request away before anything of it has run, so the next is asked at once.
+        """
+        return await self._first_that_takes(
+            len(seeds),
+            lambda engine: engine.generate(
                 prompt_token_ids, seeds=seeds, sampling=sampling, deadline_s=deadline_s
-            )
+            ),
+        )
 
     async def generate_groups(
         self, requests: Sequence[GroupRequest], *, sampling: SamplingSettings, deadline_s: float
     ) -> list[list[Completion]]:
         """See `WholeStepEngine.generate_groups`; the whole call goes to one replica. A death is a GenerationError."""
-        async with self._replica_for(sum(len(request.seeds) for request in requests)) as engine:
-            return await engine.generate_groups(requests, sampling=sampling, deadline_s=deadline_s)
+        return await self._first_that_takes(
+            sum(len(request.seeds) for request in requests),
+            lambda engine: engine.generate_groups(requests, sampling=sampling, deadline_s=deadline_s),
+        )
+
+    async def _first_that_takes(self, num_sequences: int, ask: Callable[[EngineReplica], Awaitable[T]]) -> T:
+        while True:
+            async with self._replica_for(num_sequences) as (replica, engine):
+                try:
+                    return await ask(engine)
+                except EngineAsideError as error:
+                    self._take_down(replica, error)
 
     @asynccontextmanager
-    async def _replica_for(self, num_sequences: int) -> AsyncIterator[EngineReplica]:
+    async def _replica_for(self, num_sequences: int) -> AsyncIterator[tuple[int, EngineReplica]]:
         await self.available()
         up = [i for i in range(len(self._engines)) if i not in self._looking]
         replica = min(up, key=lambda i: (self._load[i], self._last_used[i]))
@@ -89,7 +107,7 @@ class ReplicaRouter:
         self._num_requests += 1
         self._load[replica] += num_sequences
         try:
-            yield self._engines[replica]
+            yield replica, self._engines[replica]
         except EngineDeadError as error:
             self._take_down(replica, error)
             raise GenerationError(f"the engine died during generation: {error}") from error
@@ -103,7 +121,7 @@ class ReplicaRouter:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _take_down(self, replica: int, error: EngineDeadError) -> None:
+    def _take_down(self, replica: int, error: EngineDeadError | EngineAsideError) -> None:
         if replica in self._looking:
             return
         logger.warning("engine replica %d is down: %s", replica, error)

@@ -85,6 +85,7 @@ def derive(
         _restore_problems,
         _determinism_problems,
         _watchdog_problems,
+        _refit_problems,
         _secret_problems,
         fault_problems,
     ):
@@ -301,6 +302,15 @@ def _watchdog_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"watchdog.refit_s: got {config.watchdog.refit_s:g}; must be above refit.timeout_s = "
             f"{config.refit.timeout_s:g}, so that a refit that times out can say why"
+        )
+
+
+def _refit_problems(config: RunConfig) -> Iterator[str]:
+    patience_s = config.refit.straggler_patience_s
+    if patience_s is not None and patience_s >= config.refit.timeout_s:
+        yield (
+            f"refit.straggler_patience_s: got {patience_s:g}; must be null or below refit.timeout_s = "
+            f"{config.refit.timeout_s:g}, after which the publication fails for all engines"
         )
 
 

@@ -158,6 +158,14 @@ class RefitSection(BuiltSection):
         False, "Engines compare a 64-bit checksum of every tensor with the sender's before they load it."
     )
     timeout_s: float = setting(120.0, "Longest wait for any member of the group.", unit="s", gt=0.0)
+    straggler_patience_s: float | None = setting(
+        60.0,
+        "How long a publication waits for an engine to pause while another one is ready. After that it goes on without "
+        "the slow one, which takes no new requests, finishes those that run, and is given the then current version "
+        "when it has paused; if it has not within refit.timeout_s, it is killed and built again. null waits for all.",
+        unit="s",
+        gt=0.0,
+    )
     max_retries: int = setting(
         1,
         "Further attempts of a publication that failed or timed out, each over a fresh group; the engines stay paused. "

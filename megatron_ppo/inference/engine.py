@@ -40,7 +40,13 @@ from megatron_ppo.inference.vllm_adapter import (
     unregistered_requests,
     unstarted_requests,
 )
-from megatron_ppo.protocol.errors import EngineDeadError, GenerationError, MegatronPPOError, RefitError
+from megatron_ppo.protocol.errors import (
+    EngineAsideError,
+    EngineDeadError,
+    GenerationError,
+    MegatronPPOError,
+    RefitError,
+)
 from megatron_ppo.protocol.trajectory import Completion, GroupRequest, SamplingSettings
 from megatron_ppo.protocol.weights import RefitGroupSpec, WeightManifest
 
@@ -120,6 +126,7 @@ class VllmEngine:
         self._request_ids = itertools.count()
         self._refits = 0
         self._refit_mode: RefitMode | None = None
+        self._stands_aside = False
         self._weights_complete = False
         self._committed = False
         self._inside: set[str] = set()
@@ -184,7 +191,7 @@ class VllmEngine:
         """One completion per seed, in order. Time in front of a closed gate counts against `deadline_s`.
 
         Raises: GenerationError after `deadline_s` or on a refused request; EngineDeadError when the core is
-            gone.
+            gone; EngineAsideError at once between `stand_aside` and the end of the next refit.
         """
         request = GroupRequest(prompt_token_ids=tuple(prompt_token_ids), seeds=tuple(seeds))
         [completions] = await self.generate_groups([request], sampling=sampling, deadline_s=deadline_s)
@@ -198,6 +205,8 @@ class VllmEngine:
         Raises: as `generate`.
         """
         self._live()
+        if self._stands_aside:
+            raise EngineAsideError("the other engines serve a version that this one does not have yet")
         wanted = [
             (
                 list(request.prompt_token_ids),
@@ -345,6 +354,13 @@ class VllmEngine:
                 await llm.abort(restart)
         self._refit_mode = mode
 
+    async def stand_aside(self) -> None:
+        """Turn new requests away until the end of the next refit, because one has gone on without this engine.
+
+        `begin_refit` goes on, and so does what runs. Requests that came before and wait in front of the gate stay.
+        """
+        self._stands_aside = True
+
     async def receive_weights(self, manifest: WeightManifest) -> None:
         """Take a whole manifest from the sender; runs while the sender sends.
 
@@ -395,7 +411,7 @@ class VllmEngine:
         async with self._refit_errors("letting requests in again"):
             await self._while_alive(self._live().resume_generation())
         self._refit_mode = None
-        self._weights_complete = self._committed = False
+        self._weights_complete = self._committed = self._stands_aside = False
         self._gate.open()
 
     @asynccontextmanager

@@ -29,6 +29,10 @@ class EngineDeadError(MegatronPPOError):
     """An inference engine stopped serving for good."""
 
 
+class EngineAsideError(MegatronPPOError):
+    """An engine that waits for a version that the others serve already takes no new request; another one will."""
+
+
 class PartDiedError(MegatronPPOError):
     """A process of the run (engine, collector, buffer, trainer rank) died; the message has the cause."""
 

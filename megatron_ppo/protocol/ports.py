@@ -54,7 +54,10 @@ class WholeStepEngine(Protocol):
 
 
 class EngineReplica(RolloutEngine, WholeStepEngine, Protocol):
-    """One of several engines behind the replica router: it may die, and come back."""
+    """One of several engines behind the replica router: it may die, and come back.
+
+    While it waits for a version that other replicas serve already, new requests raise EngineAsideError at once.
+    """
 
     async def serves(self) -> bool:
         """Whether a request would be served now. False while the engine is dead, is being built, or has no weights."""

@@ -1,8 +1,9 @@
 """Who of the engine replicas may serve, who waits for weights, who is being rebuilt.
 
 DEAD → STALE → HEALTHY, where a refit leads from STALE to HEALTHY; every refit pauses HEALTHY replicas, which are STALE
-until it has succeeded, and any state falls back to DEAD. Driven by the inference group (deaths, refits) and by the
-keeper's threads (rebuilds) on trainer rank 0, and therefore thread-safe.
+until it has succeeded, and any state falls back to DEAD. A STALE replica that a refit did not wait for is slow: none
+addresses it before it has paused. Driven by the inference group (deaths, refits) and by the keeper's threads (rebuilds)
+on trainer rank 0, and therefore thread-safe.
 
 Invariant: every HEALTHY replica serves one and the same version, the last one that was published.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -46,12 +47,27 @@ class ReplicaStatus:
     Attributes:
         version: the one that it serves, or has served; None before its first refit.
         in_transfer: its workers may be waiting for other members of a refit, and answer nothing meanwhile.
+        slow: it is STALE because it was left out of a publication, and has not paused yet.
     """
 
     state: ReplicaState
     deaths: int
     version: int | None
     in_transfer: bool = False
+    slow: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PausedEngines:
+    """How the engines stand after the pause of a refit.
+
+    Attributes:
+        ready: names of the workers of those that have paused, see `refit.fleet.EngineFleet.muster`.
+        num_slow: engines that run and were not waited for, now or in an earlier refit.
+    """
+
+    ready: Sequence[str]
+    num_slow: int = 0
 
 
 class ReplicaTable:
@@ -79,8 +95,9 @@ class ReplicaTable:
 
     @property
     def lacks_weights(self) -> bool:
-        """Whether an engine is up without the current version."""
-        return bool(self.members(ReplicaState.STALE))
+        """Whether an engine could be given the current version: it is up without it, and is not slow."""
+        with self._changed:
+            return any(s.state is ReplicaState.STALE and not s.slow for s in self._replicas)
 
     @property
     def exhausted(self) -> str | None:
@@ -107,8 +124,24 @@ class ReplicaTable:
             )
 
     def live(self) -> tuple[Member, ...]:
-        """The replicas whose engines run: those that take part in a refit."""
+        """The replicas whose engines run."""
         return self.members(ReplicaState.STALE, ReplicaState.HEALTHY)
+
+    def slow(self) -> tuple[Member, ...]:
+        """The replicas that were left out of a publication and have not paused yet."""
+        with self._changed:
+            return tuple(member for member in self.live() if self._replicas[member.replica].slow)
+
+    def lacking(self, version: int) -> tuple[Member, ...]:
+        """Whom a refit to `version` addresses: who is up without it and not slow; when all have it, all of these."""
+        with self._changed:
+            prompt = [member for member in self.live() if not self._replicas[member.replica].slow]
+            serving = ReplicaState.HEALTHY
+            return tuple(
+                member
+                for member in prompt
+                if (self._state(member), self._replicas[member.replica].version) != (serving, version)
+            ) or tuple(prompt)
 
     def built(self, replica: int) -> None:
         """Its engine runs. Raises: ValueError unless it was DEAD."""
@@ -154,6 +187,22 @@ class ReplicaTable:
             status = self._replicas[replica]
             return status.state is not ReplicaState.DEAD and not status.in_transfer
 
+    def left_out(self, members: Iterable[Member]) -> None:
+        """The refit that paused `members` goes on without them: they are slow until each `has_paused`."""
+        with self._changed:
+            for member in members:
+                if self._is_current(member) and self._state(member) is ReplicaState.STALE:
+                    self._replicas[member.replica] = replace(self._replicas[member.replica], slow=True)
+            self._changed.notify_all()
+
+    def has_paused(self, member: Member) -> None:
+        """It is not slow any more: the next refit addresses it. Harmless when repeated, and about an earlier life."""
+        with self._changed:
+            if self._is_current(member) and self._replicas[member.replica].slow:
+                self._replicas[member.replica] = replace(self._replicas[member.replica], slow=False)
+                logger.info("engine replica %d has paused and waits for the current version", member.replica)
+                self._changed.notify_all()
+
     def serving(self, members: Iterable[Member], *, version: int) -> None:
         """A refit of `members` has succeeded. Those that have died meanwhile are left out.
 
@@ -181,10 +230,11 @@ class ReplicaTable:
         self.wait_for(lambda: self.deaths > deaths, timeout_s=timeout_s)
 
     def describe(self) -> str:
-        """One line for status and messages: "0 HEALTHY v3, 1 DEAD (died 1x)"."""
+        """One line for status and messages: "0 HEALTHY v3, 1 STALE v2 slow, 2 DEAD (died 1x)"."""
         return ", ".join(
             f"{replica} {status.state}"
             + ("" if status.version is None else f" v{status.version}")
+            + (" slow" if status.slow else "")
             + (f" (died {status.deaths}x)" if status.deaths else "")
             for replica, status in enumerate(self.statuses())
         )
@@ -202,7 +252,7 @@ class ReplicaTable:
     def _set(self, replica: int, state: ReplicaState, *, version: int | None = None) -> None:
         before = self._replicas[replica]
         kept = before.version if version is None else version
-        self._replicas[replica] = replace(before, state=state, version=kept, in_transfer=False)
+        self._replicas[replica] = replace(before, state=state, version=kept, in_transfer=False, slow=False)
         # Every refit pauses everybody; what is told is who comes and goes.
         level = (
             logging.DEBUG if before.version is not None and state is not ReplicaState.DEAD else logging.INFO

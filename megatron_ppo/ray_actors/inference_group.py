@@ -14,17 +14,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from megatron_ppo.protocol.errors import EngineDeadError, MegatronPPOError, WaitTimeoutError
-from megatron_ppo.protocol.replicas import Member, ReplicaState, ReplicaTable
+from megatron_ppo.protocol.replicas import Member, PausedEngines, ReplicaState, ReplicaTable
 from megatron_ppo.protocol.trajectory import Completion, GroupRequest, SamplingSettings
 from megatron_ppo.protocol.weights import RefitGroupSpec, WeightManifest
 from megatron_ppo.ray_actors.engine_actor import EngineActor
 from megatron_ppo.ray_actors.engine_client import RayEngineClient, replica_errors
+from megatron_ppo.ray_actors.pauses import PauseMode, Pauses
 from megatron_ppo.ray_actors.replica_processes import ReplicaProcesses
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,28 @@ class RayQuestion:
         return bool(ray.wait([self._ref], timeout=0)[0])
 
 
+class RayPauseCall:
+    """One replica's running call to pause; implements `pauses.PauseCall`.
+
+    Args:
+        table: told of the death that shows in the answer.
+    """
+
+    def __init__(self, *, member: Member, ref: Any, table: ReplicaTable) -> None:
+        self.ref = ref
+        self._member = member
+        self._table = table
+
+    def done(self) -> bool:
+        """See `PauseCall.done`."""
+        return bool(ray.wait([self.ref], timeout=0)[0])
+
+    def result(self) -> None:
+        """See `PauseCall.result`."""
+        with _noting_death(self._table, self._member, "the engines to pause"):
+            ray.get(self.ref)
+
+
 def _identity(handle: Any) -> str | None:
     """Of the process behind an actor's handle; None while there is none. Raises: GetTimeoutError."""
     try:
@@ -167,6 +190,7 @@ class InferenceGroup:
             )
             for replica in range(replicas)
         ]
+        self._pauses = Pauses(self)
         self._refitted: tuple[Member, ...] = ()
         self._committed: int | None = None
         self._identities: dict[int, str] = {}
@@ -203,13 +227,13 @@ class InferenceGroup:
     # engine_keeper.Rebuildable
 
     def wait_for_death(self, member: Member, *, timeout_s: float) -> str | None:
-        """Why `member` has died; None when it is alive after `timeout_s`."""
+        """Why `member` has died, or counts as dead; None when it is alive after `timeout_s`."""
         watched, ref = self._watches.get(member.replica, (None, None))
         if watched != member:
             ref = self._call(member, "watch")
             self._watches[member.replica] = (member, ref)
         if not ray.wait([ref], timeout=timeout_s)[0]:
-            return None
+            return self._pauses.look(member)
         try:
             with replica_errors(member.replica, "its watch"):
                 ray.get(ref)
@@ -378,18 +402,22 @@ class InferenceGroup:
 
     # refit.fleet.EngineFleet
 
-    def muster(self) -> list[str]:
+    def muster(self, *, version: int) -> list[str]:
         """See `EngineFleet.muster`."""
         table = self.table
         table.wait_for(
-            lambda: bool(table.live()) or table.exhausted is not None, timeout_s=self._start_timeout_s
+            lambda: bool(table.lacking(version)) or table.exhausted is not None,
+            timeout_s=self._start_timeout_s,
         )
-        self._refitted = table.live()
+        self._refitted = table.lacking(version)
         if not self._refitted:
             raise EngineDeadError(
                 table.exhausted
                 or f"no engine replica came up within {self._start_timeout_s:.0f} s: {table.describe()}"
             )
+        return self._names_of_refitted()
+
+    def _names_of_refitted(self) -> list[str]:
         workers = range(self._tensor_parallel_size)
         return [
             f"{member}"
@@ -400,7 +428,7 @@ class InferenceGroup:
         ]
 
     def join_refit_group(self, spec: RefitGroupSpec) -> RayPendingCalls:
-        """The m-th replica of the muster takes the ranks `spec.rank_offset` + m·tp and following."""
+        """The m-th replica of the refit takes the ranks `spec.rank_offset` + m·tp and following."""
         self.table.in_transfer(self._refitted)
         offsets = range(spec.rank_offset, spec.world_size, self._tensor_parallel_size)
         return RayPendingCalls(
@@ -413,20 +441,33 @@ class InferenceGroup:
             table=self.table,
         )
 
-    def begin_refit(self, *, mode: Literal["drain", "keep"], timeout_s: float) -> None:
-        """Stop sampling on every replica."""
+    def begin_refit(
+        self, *, mode: PauseMode, timeout_s: float, patience_s: float | None = None
+    ) -> PausedEngines:
+        """Stop sampling on every replica of the muster; those that have paused are those of the refit."""
         self.table.paused(self._refitted)
-        calls = self._call_each(
-            self._refitted,
-            "begin_refit",
-            mode=mode,
-            timeout_s=timeout_s,
-            what=f"the engines to pause ({mode})",
-        )
         try:
-            calls.wait(timeout_s=timeout_s + _GRACE_S)
+            self._refitted = self._pauses.gather(
+                self._refitted, mode=mode, patience_s=patience_s, timeout_s=timeout_s
+            )
         finally:
             self.table.in_transfer(self._refitted)
+        return PausedEngines(ready=self._names_of_refitted(), num_slow=len(self.table.slow()))
+
+    # pauses.PausingEngines
+
+    def ask_to_pause(self, member: Member, *, mode: PauseMode, timeout_s: float) -> RayPauseCall:
+        """Begin to pause it; it gives up after `timeout_s`."""
+        ref = self._call(member, "begin_refit", mode=mode, timeout_s=timeout_s)
+        return RayPauseCall(member=member, ref=ref, table=self.table)
+
+    def stand_aside(self, member: Member) -> None:
+        """Let it turn new requests away until it has a version again; returns at once."""
+        self._call(member, "stand_aside")
+
+    def wait_for_any(self, calls: Sequence[RayPauseCall], *, timeout_s: float) -> None:
+        """Return when one of `calls` is done, or after `timeout_s`."""
+        ray.wait([call.ref for call in calls], timeout=max(0.0, timeout_s))
 
     def receive_weights(self, manifest: WeightManifest) -> RayPendingCalls:
         """Let every replica receive."""

@@ -1,13 +1,14 @@
 """One refit: pause the engines, broadcast the policy's weights into them, stamp the version, let them go on.
 
-No engine goes on before all of them have the whole version, so a failure up to there leaves every engine paused. Of a
-failure of the last call alone, the engines that did go on serve the whole new version.
+No engine goes on before all that take part have the whole version, so a failure up to there leaves each of them paused.
+Of a failure of the last call alone, the engines that did go on serve the whole new version. An engine that is slow to
+pause takes no part: it serves nothing new, and a later push gives it the version of that time.
 
 Implements `loop.ports.Refit`. All trainer ranks call `push` together: gathering full tensors is collective,
 sending and steering the engines is rank 0's part.
 
-Invariants: `push` returns on every rank only when every engine serves `version`, and raises on every rank
-otherwise; no engine ever serves a mixture. Every rank iterates the weight source to its end in both cases, because a
+Invariants: `push` returns on every rank only when every engine that takes part serves `version`, and raises on every
+rank otherwise; no engine ever serves a mixture. Every rank iterates the weight source to its end in both cases, because a
 rank that stopped early would leave its peers in a gather. The sender holds `bucket_bytes` of staging memory and
 what the source gathers at a time, see `transport.streams`.
 """
@@ -16,13 +17,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_ppo.loop.ports import Metrics, WeightSource
 from megatron_ppo.protocol.errors import RefitError
+from megatron_ppo.protocol.replicas import PausedEngines
 from megatron_ppo.refit.agreement import Agree, single_rank
 from megatron_ppo.refit.fleet import EngineFleet
 from megatron_ppo.transport.broadcast_group import SENDER_RANK, BroadcastGroup, BroadcastStore
@@ -45,6 +47,7 @@ class BroadcastRefit:
         in_flight: freeze running requests instead of letting them finish first.
         recompute_kv: frozen requests rebuild their key-value cache under the new weights.
         timeout_s: longest wait for the engines to pause, to receive one bucket, or to go on.
+        straggler_patience_s: how long to wait for an engine to pause while others are ready; None waits for all.
         agree: collective over the trainer ranks, see `refit.agreement`.
     """
 
@@ -60,6 +63,7 @@ class BroadcastRefit:
         in_flight: bool = False,
         recompute_kv: bool = False,
         timeout_s: float = 120.0,
+        straggler_patience_s: float | None = None,
         agree: Agree = single_rank,
     ) -> None:
         if (sink is None) != (store is None):
@@ -73,27 +77,34 @@ class BroadcastRefit:
         self._in_flight = in_flight
         self._recompute_kv = recompute_kv
         self._timeout_s = timeout_s
+        self._straggler_patience_s = straggler_patience_s
         self._agree = agree
         self._group: BroadcastGroup | None = None
         self._members: tuple[str, ...] = ()
+        self._paused = PausedEngines(ready=())
         self._generation = 0
 
     def push(self, *, version: int) -> Metrics:
         """Returns `refit/...` metrics on rank 0, nothing elsewhere. Raises: RefitError on every rank.
 
-        `drain_s` is the engines' pause, `transfer_s` gathers, broadcasts and the engines' loading, which go on at the
-        same time, and `pause_s` how long no request was served.
+        `drain_s` is the wait for the engines to pause, `transfer_s` gathers, broadcasts and the engines' loading, which
+        go on at the same time, `pause_s` how long no request was served, and `stragglers` how many engines are up
+        and were not waited for.
 
         After a failure the engines stay paused, see above. A further `push` forms a new generation of the group and
-        sends everything again, which repairs them. So does any push after an engine has died or has come back: the
-        group is always that of the engines that are up, and an engine that is being built skips the version.
+        sends everything again, which repairs them. So does any push after an engine has died or has come back, and
+        within a push the lateness of one: the group is always that of the engines that take part, and an engine that
+        is being built, or is slow, skips the version. A push of the version that some engines serve already is for the
+        others alone.
         """
         started = time.monotonic()
         self._together(version, "waiting for all trainer ranks", lambda: None)
-        self._together(version, "joining the refit group", self._join)
+        self._together(version, "joining the refit group", lambda: self._muster(version))
         joined = time.monotonic()
         self._together(version, "pausing the engines", self._pause)
         paused = time.monotonic()
+        self._together(version, "joining the refit group of those that have paused", self._without_stragglers)
+        ready = time.monotonic()
         self._together(version, "sending weights", self._send)
         sent = time.monotonic()
         self._together(version, "switching the engines to the new version", lambda: self._commit(version))
@@ -104,11 +115,12 @@ class BroadcastRefit:
         num_bytes = sum(meta.num_bytes for meta in self._source.weight_metadata())
         return {
             "refit/drain_s": paused - joined,
-            "refit/transfer_s": sent - paused,
+            "refit/transfer_s": sent - ready,
             "refit/pause_s": ended - joined,
             "refit/total_s": ended - started,
             "refit/bytes": float(num_bytes),
-            "refit/transfer_gb_per_s": num_bytes / 1e9 / (sent - paused),
+            "refit/transfer_gb_per_s": num_bytes / 1e9 / (sent - ready),
+            "refit/stragglers": float(self._paused.num_slow),
         }
 
     def close(self) -> None:
@@ -131,19 +143,26 @@ class BroadcastRefit:
                 self._group = None
             raise RefitError(f"refit to version {version} failed while {doing}: {failure}") from cause
 
-    def _join(self) -> None:
-        if self._sink is None or self._store is None:
-            return
-        names = tuple(self._sink.muster())
+    def _muster(self, version: int) -> None:
+        if self._sink is not None:
+            self._join(self._sink, self._sink.muster(version=version))
+
+    def _without_stragglers(self) -> None:
+        if self._sink is not None:
+            self._join(self._sink, self._paused.ready)
+
+    def _join(self, sink: EngineFleet, receivers: Sequence[str]) -> None:
+        names = tuple(receivers)
+        assert self._store is not None, "rank 0 has both"
         if self._group is not None and names == self._members:
             return
-        self.close()  # of the engines that are gone, or have come back
+        self.close()  # of the engines that are gone, or have come back, or are late
         self._generation += 1
         self._members = names
         spec = self._store.spec(
             generation=self._generation, rank_offset=SENDER_RANK + 1, world_size=1 + len(names)
         )
-        joining = self._sink.join_refit_group(spec)
+        joining = sink.join_refit_group(spec)
         self._group = BroadcastGroup(
             spec,
             rank=SENDER_RANK,
@@ -156,7 +175,11 @@ class BroadcastRefit:
 
     def _pause(self) -> None:
         if self._sink is not None:
-            self._sink.begin_refit(mode="keep" if self._in_flight else "drain", timeout_s=self._timeout_s)
+            self._paused = self._sink.begin_refit(
+                mode="keep" if self._in_flight else "drain",
+                timeout_s=self._timeout_s,
+                patience_s=self._straggler_patience_s,
+            )
 
     def _send(self) -> None:
         tensors = iter(self._source.full_weights())

@@ -1,7 +1,7 @@
 """What a refit needs of the engines. `ray_actors.inference_group.InferenceGroup` implements it; only rank 0
 holds one.
 
-Every method addresses all engines at once and concurrently: a broadcast moves only when every member is
+Every method addresses all engines of the refit at once and concurrently: a broadcast moves only when every member is
 inside it.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
+from megatron_ppo.protocol.replicas import PausedEngines
 from megatron_ppo.protocol.weights import RefitGroupSpec, WeightManifest
 
 
@@ -26,10 +27,11 @@ class PendingCalls(Protocol):
 
 
 class EngineFleet(Protocol):
-    """All engines that take part in a refit: those that were up at the last `muster`."""
+    """The engines that take part in a refit: those of the last `muster`, and then those that have paused."""
 
-    def muster(self) -> Sequence[str]:
-        """Take in every engine that is up, after waiting for one if none is.
+    def muster(self, *, version: int) -> Sequence[str]:
+        """Take in every engine that is up without `version` and not slow, after waiting for one that is up and not
+        slow if none is. If all of these serve `version`, take them all.
 
         Returns: one name per worker of these engines; with the trainer's rank 0 they are the broadcast group, in this
             order. An engine that was built again has another name than before, so equal names are an equal group.
@@ -41,8 +43,14 @@ class EngineFleet(Protocol):
         """Let every engine join; `spec.rank_offset` is that of the first one."""
         ...
 
-    def begin_refit(self, *, mode: Literal["drain", "keep"], timeout_s: float) -> None:
-        """Stop sampling everywhere. Raises: RefitError, EngineDeadError, WaitTimeoutError."""
+    def begin_refit(
+        self, *, mode: Literal["drain", "keep"], timeout_s: float, patience_s: float | None = None
+    ) -> PausedEngines:
+        """Stop sampling everywhere. Who has not after `patience_s` (None: wait for all) is slow and takes no part, if
+        another one is ready by then; otherwise the first that is ready ends the wait.
+
+        Raises: RefitError, EngineDeadError, WaitTimeoutError.
+        """
         ...
 
     def receive_weights(self, manifest: WeightManifest) -> PendingCalls:

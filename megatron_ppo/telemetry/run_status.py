@@ -30,6 +30,7 @@ _SHOWN_METRICS = (
     "train/buffer_size",
     "engines/healthy",
     "engines/deaths",
+    "refit/stragglers",
 )
 
 

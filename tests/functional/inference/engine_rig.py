@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 from transformers import Qwen2ForCausalLM
 
 from megatron_ppo.inference.engine import VllmEngine
+from megatron_ppo.protocol.replicas import PausedEngines
 from megatron_ppo.protocol.trajectory import Completion, SamplingSettings
 from megatron_ppo.protocol.weights import RefitGroupSpec, WeightManifest
 from megatron_ppo.refit.broadcast import BroadcastRefit
@@ -77,7 +78,7 @@ class LocalFleet:
         self.worker_names = [f"worker {rank}" for rank in range(num_workers)]
         self.tell = lambda manifest: manifest
 
-    def muster(self) -> list[str]:
+    def muster(self, *, version: int) -> list[str]:
         """See the port."""
         return self.worker_names
 
@@ -85,9 +86,12 @@ class LocalFleet:
         """See the port."""
         return LocalCalls(self._loop.start(self._engine.join_refit_group(spec)))
 
-    def begin_refit(self, *, mode: Literal["drain", "keep"], timeout_s: float) -> None:
+    def begin_refit(
+        self, *, mode: Literal["drain", "keep"], timeout_s: float, patience_s: float | None
+    ) -> PausedEngines:
         """See the port."""
         self._loop.run(self._engine.begin_refit(mode=mode, timeout_s=timeout_s))
+        return PausedEngines(ready=self.worker_names)
 
     def receive_weights(self, manifest: WeightManifest) -> LocalCalls:
         """See the port."""

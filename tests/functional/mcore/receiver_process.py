@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ppo.protocol.replicas import PausedEngines
 from megatron_ppo.protocol.weights import RefitGroupSpec, TensorMeta, WeightManifest
 from megatron_ppo.transport.broadcast_group import BroadcastGroup
 from megatron_ppo.transport.streams import receive_stream
@@ -73,7 +74,7 @@ class ReceiverFleet:
         self.hashes: list[dict[str, str]] = []
         self._process = process
 
-    def muster(self) -> list[str]:
+    def muster(self, *, version: int) -> list[str]:
         """See the port."""
         return self.worker_names
 
@@ -82,8 +83,9 @@ class ReceiverFleet:
         self._ask({"join": asdict(spec), "receivers": len(self.worker_names)})
         return self
 
-    def begin_refit(self, *, mode: str, timeout_s: float) -> None:
+    def begin_refit(self, *, mode: str, timeout_s: float, patience_s: float | None) -> PausedEngines:
         """Nothing is sampled here."""
+        return PausedEngines(ready=self.worker_names)
 
     def receive_weights(self, manifest: WeightManifest) -> ReceiverFleet:
         """See the port."""

@@ -57,7 +57,7 @@ class Scene:
     def refit(self, version: int) -> None:
         """What a `BroadcastRefit` asks of the group."""
         group = self.group
-        world = 1 + len(group.muster())
+        world = 1 + len(group.muster(version=version))
         spec = RefitGroupSpec(
             host="-", port=0, generation=1, rank_offset=1, world_size=world, backend="-", timeout_s=1.0
         )

@@ -23,7 +23,7 @@ from megatron_ppo.chaos.reward import FAULT_KEY, FaultyReward
 from megatron_ppo.collector.router import ReplicaRouter
 from megatron_ppo.protocol.errors import PartDiedError, ScoringError
 from megatron_ppo.protocol.faults import FaultKind, FaultPlan
-from megatron_ppo.protocol.replicas import Member, ReplicaState, ReplicaTable
+from megatron_ppo.protocol.replicas import Member, PausedEngines, ReplicaState, ReplicaTable
 from megatron_ppo.protocol.schedule import AsyncSchedule
 from megatron_ppo.protocol.trajectory import Completion, Prompt, PromptGroup
 from megatron_ppo.refit import recovery
@@ -78,14 +78,15 @@ class Engines:
 
     # EngineFleet, as far as a refit without a transfer needs it
 
-    def muster(self) -> list[str]:
+    def muster(self, *, version: int) -> list[str]:
         if not self.table.live():
             self.build(0)  # the real one waits for its keeper here
-        self._refitted = self.table.live()
+        self._refitted = self.table.lacking(version)
         return [str(member) for member in self._refitted]
 
-    def begin_refit(self, *, mode: str, timeout_s: float) -> None:
+    def begin_refit(self, *, mode: str, timeout_s: float, patience_s: float | None) -> PausedEngines:
         self.table.paused(self._refitted)
+        return PausedEngines(ready=[str(member) for member in self._refitted])
 
     def commit_refit(self, *, version: int, recompute_kv: bool, timeout_s: float) -> None:
         self._committed = version
@@ -143,7 +144,7 @@ class BareRefit:
         self._fleet = fleet
 
     def push(self, *, version: int) -> Mapping[str, float]:
-        require(len(self._fleet.muster()) > 0, "a refit without an engine")
+        require(len(self._fleet.muster(version=version)) > 0, "a refit without an engine")
         self._fleet.begin_refit(mode="drain", timeout_s=1.0)
         self._fleet.commit_refit(version=version, recompute_kv=False, timeout_s=1.0)
         self._fleet.end_refit(timeout_s=1.0)

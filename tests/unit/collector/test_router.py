@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 from megatron_ppo.collector.router import ReplicaRouter
 from megatron_ppo.collector.seeds import sample_seed
 from megatron_ppo.collector.stats import StatsRecorder
-from megatron_ppo.protocol.errors import GenerationError
-from megatron_ppo.protocol.trajectory import GroupRequest, SamplingSettings
+from megatron_ppo.protocol.errors import EngineAsideError, GenerationError
+from megatron_ppo.protocol.trajectory import Completion, GroupRequest, SamplingSettings
 from megatron_ppo.testing.fakes import FakeEngine, prompt_ids
 
 no_deadline = settings(deadline=None)  # the machine may be busy; time is not what these tests check
@@ -184,5 +185,59 @@ def test_busy_time_is_the_union_of_overlapping_rollouts() -> None:
         assert stats.generation_group_s >= 0.3
         # Union: 0.15 + 0.1; sleeping may be late by any amount, so only the order of the sums is exact.
         assert 0.25 <= stats.generation_busy_s < stats.generation_group_s
+
+    asyncio.run(scenario())
+
+
+class StandingAside(FakeEngine):
+    """Turns requests away while `aside`, as an engine does that a publication has left out."""
+
+    aside = False
+
+    async def serves(self) -> bool:
+        return not self.aside and await super().serves()
+
+    async def generate(self, *args: Sequence[int], **kwargs: object) -> list[Completion]:
+        if self.aside:
+            raise EngineAsideError("the other engines serve a version that this one does not have yet")
+        return await super().generate(*args, **kwargs)  # type: ignore[arg-type]
+
+
+def test_a_replica_that_stands_aside_gets_nothing_until_it_serves_and_no_request_fails() -> None:
+    async def scenario() -> None:
+        engines = [StandingAside(), StandingAside()]
+        router = ReplicaRouter(engines, look_s=0.01)
+        engines[0].aside = True
+        for ordinal in range(4):
+            await request(router, ordinal)
+        assert [len(engine.requests) for engine in engines] == [0, 4] and router.down == (0,)
+        assert router.load == (0, 0)
+        [answers] = await router.generate_groups(
+            [GroupRequest(prompt_token_ids=(1,), seeds=(7,))], sampling=SAMPLING, deadline_s=30.0
+        )
+        assert len(answers) == 1
+        engines[0].aside = False
+        await asyncio.sleep(0.1)
+        assert router.down == ()
+        for ordinal in range(4):
+            await request(router, ordinal)
+        assert len(engines[0].requests) >= 2
+        await router.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_request_waits_while_all_replicas_stand_aside() -> None:
+    async def scenario() -> None:
+        engines = [StandingAside(), StandingAside()]
+        router = ReplicaRouter(engines, look_s=0.01)
+        for engine in engines:
+            engine.aside = True
+        asked = asyncio.create_task(request(router, 1))
+        await asyncio.sleep(0.1)
+        assert router.down == (0, 1) and not asked.done()
+        engines[1].aside = False
+        await asyncio.wait_for(asked, 30.0)
+        await router.close()
 
     asyncio.run(scenario())

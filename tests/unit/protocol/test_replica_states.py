@@ -75,6 +75,45 @@ def test_a_death_takes_the_version_away_and_is_counted() -> None:
     assert table.describe() == "0 HEALTHY v0, 1 STALE (died 1x)"
 
 
+def test_who_was_left_out_is_addressed_by_no_refit_until_it_has_paused() -> None:
+    table = table_of(3)
+    table.paused(table.live())
+    table.left_out([table.member(2)])
+    table.serving([table.member(0), table.member(1)], version=1)
+    assert states(table) == [HEALTHY, HEALTHY, STALE] and table.slow() == (table.member(2),)
+    assert table.describe() == "0 HEALTHY v1, 1 HEALTHY v1, 2 STALE v0 slow"
+    assert not table.lacks_weights
+    assert table.lacking(2) == (table.member(0), table.member(1))
+    table.has_paused(table.member(2))
+    assert table.lacks_weights and table.slow() == ()
+    assert table.lacking(1) == (table.member(2),), "the others serve that version already"
+    assert table.lacking(2) == table.live()
+    table.serving([table.member(2)], version=1)
+    assert table.lacking(1) == table.live(), "all have it: all are given it again"
+
+
+def test_being_slow_ends_with_the_life() -> None:
+    table = table_of(2)
+    table.paused(table.live())
+    first = table.member(1)
+    table.left_out([first])
+    table.died(first, "killed")
+    assert table.slow() == () and not table.statuses()[1].slow
+    table.built(1)
+    table.left_out([first])  # late news
+    assert table.slow() == () and table.lacks_weights
+    table.left_out([table.member(1)])
+    table.has_paused(first)
+    assert table.slow() == (table.member(1),)
+
+
+def test_who_serves_again_or_is_dead_cannot_be_left_out() -> None:
+    table = table_of(2)
+    table.died(table.member(1), "killed")
+    table.left_out([table.member(0), table.member(1)])
+    assert table.slow() == () and states(table) == [HEALTHY, DEAD]
+
+
 def test_news_of_an_earlier_life_is_ignored() -> None:
     table = table_of(1)
     first = table.member(0)

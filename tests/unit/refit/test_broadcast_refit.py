@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_ppo.protocol.errors import RefitError
+from megatron_ppo.protocol.replicas import PausedEngines
 from megatron_ppo.protocol.weights import RefitGroupSpec, TensorMeta, WeightManifest
 from megatron_ppo.refit.broadcast import BroadcastRefit
 from megatron_ppo.refit.recovery import RecoveringRefit
@@ -72,6 +73,7 @@ class Fleet:
 
     def __init__(self, engines: int = 2) -> None:
         self.up = list(range(engines))
+        self.slow: list[int] = []
         self.held: list[dict[str, Tensor]] = [{} for _ in range(engines)]
         self.calls: list[str] = []
         self.break_engine_at: int | None = None
@@ -89,12 +91,16 @@ class Fleet:
             group.close()
         self._pool.shutdown(wait=False)
 
-    def muster(self) -> list[str]:
-        return [f"engine {index}" for index in self.up]
+    def muster(self, *, version: int) -> list[str]:
+        return self._take_in([engine for engine in self.up if engine not in self.slow])
+
+    def _take_in(self, engines: list[int]) -> list[str]:
+        self.members = engines
+        return [f"engine {index}" for index in engines]
 
     def join_refit_group(self, spec: RefitGroupSpec) -> Calls:
         self.calls.append(f"join {spec.generation}")
-        assert spec.world_size == 1 + len(self.up)
+        assert spec.world_size == 1 + len(self.members)
         for group in self._groups.values():
             group.close()
         self._groups = {}
@@ -106,11 +112,14 @@ class Fleet:
 
         ranks = range(spec.rank_offset, spec.world_size)
         return Calls(
-            [self._pool.submit(join, rank, engine) for rank, engine in zip(ranks, self.up, strict=True)]
+            [self._pool.submit(join, rank, engine) for rank, engine in zip(ranks, self.members, strict=True)]
         )
 
-    def begin_refit(self, *, mode: str, timeout_s: float) -> None:
+    def begin_refit(self, *, mode: str, timeout_s: float, patience_s: float | None) -> PausedEngines:
         self.calls.append(f"begin {mode}")
+        ready = [engine for engine in self.members if engine not in self.slow]
+        assert patience_s is not None or not self.slow
+        return PausedEngines(ready=self._take_in(ready), num_slow=len(self.slow))
 
     def receive_weights(self, manifest: WeightManifest) -> Calls:
         self.calls.append("receive")
@@ -122,7 +131,7 @@ class Fleet:
                     raise RefitError("engine 0 is out of memory")
                 self.held[engine] |= dict(tensors)
 
-        assert sorted(self._groups) == self.up, "receive before join"
+        assert sorted(self._groups) == self.members, "receive before join"
         return Calls([self._pool.submit(receive, i, group) for i, group in self._groups.items()])
 
     def commit_refit(self, *, version: int, recompute_kv: bool, timeout_s: float) -> None:
@@ -312,6 +321,30 @@ def test_an_engine_that_is_away_skips_versions_and_is_given_the_present_one_when
             assert torch.equal(fleet.held[1]["layer.0"], ranks.sources[0].tensors()["layer.0"])
     _assert_holds(fleet, ranks.sources[1])
     assert [call for call in fleet.calls if call.startswith("join")] == ["join 1", "join 2", "join 3"]
+
+
+def test_an_engine_that_is_slow_to_pause_skips_versions_and_is_given_the_one_of_the_time_when_it_has():
+    """`slow` becomes true within the first push: the group has been formed with the engine, and is formed again."""
+    fleet = Fleet()
+    ranks = Ranks(fleet, straggler_patience_s=5.0)
+    for version, slow in ((1, []), (2, [1]), (3, [1]), (4, [])):
+        mustered = fleet.muster
+        if version == 2:  # it is known to be slow only when it should have paused
+            fleet.muster = lambda version: fleet._take_in([0, 1])  # type: ignore[method-assign]
+        fleet.slow = slow
+        on_rank_0, _ = (future.result() for future in ranks.push(version))
+        fleet.muster = mustered  # type: ignore[method-assign]
+        assert on_rank_0["refit/stragglers"] == len(slow)
+        assert torch.equal(fleet.held[0]["layer.0"], ranks.sources[0].tensors()["layer.0"])
+        ranks.sources[0].version = 1 if slow else version
+        assert torch.equal(fleet.held[1]["layer.0"], ranks.sources[0].tensors()["layer.0"])
+    _assert_holds(fleet, ranks.sources[1])
+    assert [call for call in fleet.calls if call.startswith(("join", "begin"))] == [
+        *["join 1", "begin drain"],
+        *["begin drain", "join 2"],
+        "begin drain",
+        *["join 3", "begin drain"],
+    ]
 
 
 def test_no_engine_goes_on_while_another_could_not_switch():

@@ -1,4 +1,5 @@
-"""Engines die at random moments of a whole run: every prompt is trained once, by responses of fresh enough weights.
+"""Engines die, or are too slow for a publication, at random moments of a whole run: every prompt is trained once, by
+responses of fresh enough weights.
 
 Collector, router, replay buffer, table of replicas and the recovering refit are the real ones. The engines are fakes
 that refuse what a real engine would: they let nobody in before a refit has given them the weights.
@@ -15,8 +16,8 @@ import pytest
 
 from megatron_ppo.collector.router import ReplicaRouter
 from megatron_ppo.collector.scoring import ThreadScoring
-from megatron_ppo.protocol.errors import EngineDeadError, PartDiedError, RefitError
-from megatron_ppo.protocol.replicas import ReplicaState, ReplicaTable
+from megatron_ppo.protocol.errors import EngineAsideError, EngineDeadError, PartDiedError, RefitError
+from megatron_ppo.protocol.replicas import Member, ReplicaState, ReplicaTable
 from megatron_ppo.protocol.schedule import AsyncSchedule
 from megatron_ppo.protocol.trajectory import Completion, PromptGroup
 from megatron_ppo.refit import recovery
@@ -35,29 +36,35 @@ class GatedEngine(FakeEngine):
     """Built without weights; lets requests in only while it has those that are current everywhere.
 
     Attributes:
-        served: responses by version.   current: version that the last refit has published.
+        served: responses by version.   aside: a publication has left it out; it takes no new requests.
     """
 
     def __init__(self, world: World) -> None:
-        super().__init__(length_of=lambda seed, _: 1 + seed % 5)
+        super().__init__(length_of=lambda seed, _: 1 + seed % 9)
         self.gate = asyncio.Event()
         self.served: Counter[int] = Counter()
+        self.aside = False
         self._world = world
 
     def give(self, version: int) -> None:
         """A refit: running requests go on under the new weights."""
+        require(not self.aside or self.num_running == 0, "it was given weights before it had paused")
         self._version = version
+        self.aside = False
         self.gate.set()
 
     def die(self, cause: str) -> None:
         super().die(cause)
         self.gate.clear()
+        self.aside = False
 
     async def serves(self) -> bool:
         return await super().serves() and self.gate.is_set()
 
     async def generate(self, *args: Sequence[int], **kwargs: object) -> list[Completion]:
         if self._death is None:  # a dead one refuses at once
+            if self.aside:
+                raise EngineAsideError("a publication went on without it")
             await self.gate.wait()
         require(
             self._death is not None or self._version == self._world.current,
@@ -65,6 +72,8 @@ class GatedEngine(FakeEngine):
         )
         completions = await super().generate(*args, **kwargs)  # type: ignore[arg-type]
         self.served[completions[0].spans[-1].version] += 1
+        if completions[0].spans[-1].version < self._world.current:
+            self._world.finished_late += 1
         return completions
 
 
@@ -121,17 +130,25 @@ class World:
             on_rank_zero=lambda what, function: function(),
         )
         self.kills = rng.choice((0.02, 0.1, 0.3))
+        self.slowness = rng.choice((0.0, 0.3, 0.8))
+        self.left_out = self.finished_late = 0
 
     # --- Refit ----------------------------------------------------------------------------------------------
 
     def push(self, *, version: int) -> Mapping[str, float]:
         """Some member may die half-way; the others are then paused and do not have the version."""
-        if not self.table.live():
-            self._build(self.rng.randrange(len(self.engines)))  # a real one waits for the keeper here
-        members = self.table.live()
+        if not (members := self.table.lacking(version)):
+            # A real one waits here, for the keeper, or for a slow one that pauses or is ended.
+            replica = self.rng.randrange(len(self.engines))
+            if self.table.slow() or self.table.live():
+                replica = self.table.slow()[0].replica
+                self._kill(replica)
+            self._build(replica)
+            members = self.table.lacking(version)
         self.table.paused(members)
         for member in members:
             self.engines[member.replica].gate.clear()
+        members = self._without_slow(members)
         if self.rng.random() < self.kills:
             victim = self.rng.choice(members).replica
             self._kill(victim)
@@ -141,6 +158,15 @@ class World:
             self.engines[member.replica].give(version)
         self.table.serving(members, version=version)
         return {}
+
+    def _without_slow(self, members: Sequence[Member]) -> list[Member]:
+        """All but some; one at least."""
+        slow = [member for member in members if self.rng.random() < self.slowness][: len(members) - 1]
+        self.table.left_out(slow)
+        for member in slow:
+            self.engines[member.replica].aside = True
+        self.left_out += len(slow)
+        return [member for member in members if member not in slow]
 
     # --- what happens ---------------------------------------------------------------------------------------
 
@@ -153,10 +179,14 @@ class World:
         self.table.built(replica)
 
     async def disturb(self) -> None:
-        """Kills engines, and builds them again after a while."""
+        """Kills engines, and builds them again after a while; notices that slow ones have paused."""
         rng = random.Random(self.rng.random())
         while True:
             await asyncio.sleep(0)
+            for member in self.table.slow():
+                # What has been let in and has not died; what waits in front of the gate is not counted.
+                if self.engines[member.replica].num_running == 0 and rng.random() < 0.3:
+                    self.table.has_paused(member)
             replica = rng.randrange(len(self.engines))
             dead = self.table.statuses()[replica].state is ReplicaState.DEAD
             if dead and rng.random() < 0.1:
@@ -207,10 +237,13 @@ def test_no_prompt_is_lost_and_no_engine_serves_old_weights_whenever_engines_die
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recovery, "NEWS_S", 0.0)
-    deaths, retries = 0, 0.0
+    deaths, retries, left_out, finished_late = 0, 0.0, 0, 0
     for seed in range(SCHEDULES):
         world = asyncio.run(whole_run(seed))
         deaths += world.table.deaths
+        left_out += world.left_out
+        finished_late += world.finished_late
         retries += world.collector.stats().retries + world.collector.stats().failures
     # Or the test would test nothing.
+    assert left_out > SCHEDULES and finished_late > SCHEDULES / 5
     assert deaths > 2 * SCHEDULES and retries > SCHEDULES / 2
