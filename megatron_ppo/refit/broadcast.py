@@ -8,8 +8,8 @@ Implements `loop.ports.Refit`. All trainer ranks call `push` together: gathering
 sending and steering the engines is rank 0's part.
 
 Invariants: `push` returns on every rank only when every engine that takes part serves `version`, and raises on every
-rank otherwise; no engine ever serves a mixture. Every rank iterates the weight source to its end in both cases, because a
-rank that stopped early would leave its peers in a gather. The sender holds `bucket_bytes` of staging memory and
+rank otherwise; no engine ever serves a mixture. Every rank iterates the weight source to its end in both cases: a rank
+that stopped early would leave its peers in a gather. The sender holds `bucket_bytes` of staging memory and
 what the source gathers at a time, see `transport.streams`.
 """
 

@@ -116,6 +116,58 @@ def _refused(group: InferenceGroup, replica: int) -> str:
     return _error_of(lambda: asyncio.run(request))
 
 
+def _leave_a_slow_one_out(group: InferenceGroup, models) -> None:
+    """Replica 1 has long requests, and rests, while versions 2 and 3 are published; then it is given version 3."""
+    source = HfSource(models[0])
+    refit = BroadcastRefit(
+        source=source,
+        sink=group,
+        store=BroadcastStore(timeout_s=60),
+        timeout_s=60,
+        straggler_patience_s=1.0,
+    )
+    refit.push(version=1)
+    slow, core = group.table.member(1), group.pids()[1][1]
+    client, prompt = group.clients()[1], [1, 2, 3]
+    answers: Queue[list] = Queue()
+
+    def ask(tokens: int) -> list:
+        sampling = SamplingSettings(max_new_tokens=tokens)
+        return asyncio.run(client.generate(prompt, seeds=range(4), sampling=sampling, deadline_s=300))
+
+    threading.Thread(target=lambda: answers.put(ask(400)), daemon=True).start()
+    while group.health()[1].running < 4:
+        time.sleep(0.01)
+    os.kill(core, signal.SIGSTOP)
+    source._model = models[1]
+    started = time.monotonic()
+    stragglers = [refit.push(version=version)["refit/stragglers"] for version in (2, 3)]
+    _report(
+        slow_stragglers=stragglers,
+        slow_push_s=time.monotonic() - started,
+        slow_states=group.table.describe(),
+        slow_refuses=_refused(group, 1),
+        slow_others_difference=_served(group, models[1]),
+    )
+    os.kill(core, signal.SIGCONT)
+    finished = answers.get(timeout=120)
+    deadline = time.monotonic() + 60
+    while slow in group.table.slow() and time.monotonic() < deadline:
+        assert group.wait_for_death(slow, timeout_s=0.1) is None  # as the keeper looks
+    _report(
+        slow_versions=sorted({span.version for answer in finished for span in answer.spans}),
+        slow_lengths=[len(answer.token_ids) for answer in finished],
+        slow_difference=max(worst_difference(models[0], prompt, answer, 1) for answer in finished),
+        paused_states=group.table.describe(),
+        paused_lacks_weights=group.table.lacks_weights,
+    )
+    refit.push(version=3)
+    _report(
+        caught_up_states=group.table.describe(),
+        caught_up_difference=max(worst_difference(models[1], prompt, answer, 3) for answer in ask(20)),
+    )
+
+
 def _stop_an_engine(group: InferenceGroup, core: int, models) -> None:
     """A core that stands still in the middle of a transfer, and goes on after the refit has failed."""
     refit = _InterruptibleRefit(group, models[0], timeout_s=STOPPED_LIMIT_S)
@@ -218,6 +270,7 @@ def main(folder: Path) -> None:
                 lambda: group.generate_many([[1, 2]], sampling=sampling, seeds=[1], deadline_s=0.5)
             ),
         )
+        _leave_a_slow_one_out(group, models)
         refit = BroadcastRefit(
             source=HfSource(models[1]), sink=group, store=BroadcastStore(timeout_s=60), timeout_s=60
         )

@@ -47,6 +47,24 @@ def test_an_engine_serves_nothing_before_its_first_refit(driver: Any):
     assert "0 STALE, 1 STALE" in driver[1]["before_first_refit_in_all"]
 
 
+def test_a_slow_engine_skips_versions_without_delaying_them_and_is_given_the_last_one(driver: Any):
+    reports = driver[1]
+    assert reports["slow_stragglers"] == [1.0, 1.0]
+    assert reports["slow_push_s"] < 30, "the patience is 1 s, the limit of a refit 60 s"
+    assert reports["slow_states"] == "0 HEALTHY v3, 1 STALE v1 slow"
+    assert "EngineAsideError: engine replica 1" in reports["slow_refuses"]
+    assert reports["slow_others_difference"] < TOLERANCE_NATS, "the other one serves the version meanwhile"
+    assert reports["paused_states"] == "0 HEALTHY v3, 1 STALE v1" and reports["paused_lacks_weights"]
+    assert reports["caught_up_states"] == "0 HEALTHY v3, 1 HEALTHY v3"
+    assert reports["caught_up_difference"] < TOLERANCE_NATS
+
+
+def test_the_requests_of_a_slow_engine_finish_under_the_version_that_they_started_with(driver: Any):
+    reports = driver[1]
+    assert reports["slow_versions"] == [1] and reports["slow_lengths"] == [400] * 4
+    assert reports["slow_difference"] < TOLERANCE_NATS
+
+
 def test_one_refit_reaches_every_replica(driver: Any):
     assert driver[1]["versions"] == [4, 4]
     assert max(driver[1]["score_differences"]) < TOLERANCE_NATS
