@@ -223,7 +223,7 @@ def test_no_engine_is_asked_for_anything_before_every_trainer_rank_is_there():
     fleet = Fleet()
     mustered = threading.Event()
     muster = fleet.muster
-    fleet.muster = lambda: (mustered.set(), muster())[1]
+    fleet.muster = lambda version: (mustered.set(), muster(version=version))[1]
     ranks = Ranks(fleet)
     for source in ranks.sources:
         source.version = 1
