@@ -98,7 +98,7 @@ class RecoveringRefit:
         self._version = version
         failures, attempts = 0, 0
         while True:
-            deaths = self._ask("an engine to publish to", self._await_engine)
+            deaths = self._ask("an engine to publish to", lambda: self._await_engine(version))
             try:
                 metrics = self._refit.push(version=version)
             except WeightMismatchError:
@@ -144,13 +144,13 @@ class RecoveringRefit:
 
         return self._ask("the state of the engines", count)
 
-    def _await_engine(self) -> int:
-        """Returns once an engine is up: how many had died by then."""
+    def _await_engine(self, version: int) -> int:
+        """Returns once an engine is up that is not slow: how many had died by then."""
         # Here and not in the real refit alone: where the machine under the engines is gone, none will ever be built,
         # and only the deaths of its other processes say so. What a rebuild may take is limited by whoever builds.
         engines = self._known()
         self._raise_if_lost()
-        while not engines.wait_for(lambda: bool(engines.live()), timeout_s=LOOK_S):
+        while not engines.wait_for(lambda: bool(engines.lacking(version)), timeout_s=LOOK_S):
             self._raise_if_lost()
         return engines.deaths
 

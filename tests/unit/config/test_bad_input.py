@@ -77,7 +77,10 @@ BAD_VALUES: list[tuple[dict[str, Any], list[str]]] = [
         {"refit.straggler_patience_s": 120.0, "refit.timeout_s": 120.0},
         ["refit.straggler_patience_s", "got 120", "null or below refit.timeout_s = 120"],
     ),
-    ({"refit.straggler_patience_s": 0.0}, ["refit.straggler_patience_s", "got 0.0", "must be greater than 0"]),
+    (
+        {"refit.straggler_patience_s": 0.0},
+        ["refit.straggler_patience_s", "got 0.0", "must be greater than 0"],
+    ),
     ({"schedule.max_trajectory_age_steps": -1}, ["schedule.max_trajectory_age_steps", "-1", ">= 0"]),
     (
         {"schedule.max_trajectory_age_steps": 3, "schedule.warmup_generation_lead_steps": 2},
