@@ -79,6 +79,8 @@ def test_who_was_left_out_is_addressed_by_no_refit_until_it_has_paused() -> None
     table = table_of(3)
     table.paused(table.live())
     table.left_out([table.member(2)])
+    table.in_transfer([table.member(0), table.member(1)])
+    assert table.answers(2), "it finishes its requests, and would be found if it hung"
     table.serving([table.member(0), table.member(1)], version=1)
     assert states(table) == [HEALTHY, HEALTHY, STALE] and table.slow() == (table.member(2),)
     assert table.describe() == "0 HEALTHY v1, 1 HEALTHY v1, 2 STALE v0 slow"
