@@ -25,8 +25,8 @@ from megatron_ppo.protocol.errors import (
     StopRequested,
     WaitTimeoutError,
 )
+from megatron_ppo.protocol.signals import ENDING_SIGNALS
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 LEAVE_AFTER_S = 6.0
 """A main thread that has not met the signal by then is inside a collective that its peers have left."""
 _AGAIN_AFTER_S = 0.05
@@ -86,7 +86,7 @@ class _SignalWatch:
         """Read signal numbers until the descriptor is closed."""
         while numbers := os.read(descriptor, 64):
             for signum in numbers:
-                if signum in SIGNALS and self._leaving is None:
+                if signum in ENDING_SIGNALS and self._leaving is None:
                     self._arrived(signum)
 
     def _arrived(self, signum: int) -> None:
@@ -127,7 +127,7 @@ def ending_on_signals(
     unwinds: Callable[[], bool],
     abandon: Callable[[str], None],
 ) -> Iterator[None]:
-    """Inside the block, the first of SIGNALS is a request, and one that cannot wait unwinds the stack as SystemExit.
+    """Inside the block, the first ending signal is a request, and one that cannot wait unwinds the stack as SystemExit.
 
     Args:
         request: told the number of the first signal, from another thread.
@@ -140,7 +140,7 @@ def ending_on_signals(
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     watcher = threading.Thread(target=watch.watch, args=(reading,), name="signals", daemon=True)
-    previous = {number: signal.signal(number, watch.handle) for number in SIGNALS}
+    previous = {number: signal.signal(number, watch.handle) for number in ENDING_SIGNALS}
     previous_fd = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     watcher.start()
     try:

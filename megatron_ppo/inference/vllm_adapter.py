@@ -7,8 +7,8 @@ Driven by `inference.engine` alone; everything else there uses AsyncLLM's docume
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping
-from typing import Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
 
 from vllm import SamplingParams
 from vllm.config import WeightTransferConfig
@@ -67,7 +67,12 @@ def build_async_llm(
     }
     in_thread = engine_core_in_thread() if engine_core == "thread" else contextlib.nullcontext()
     with in_thread:
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**args))  # type: ignore[arg-type]
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))  # type: ignore[arg-type]
+    if engine_core == "process":
+        for process in _core_processes(llm):
+            # Its end is SIGTERM, and SIGKILL 5 s later; the cores of a run inherit that they are deaf to the first.
+            process.terminate = process.kill
+    return llm
 
 
 async def submit(
@@ -126,10 +131,11 @@ async def freeze(llm: AsyncLLM, *, idle: bool) -> None:
 
 
 def engine_core_pids(llm: AsyncLLM) -> tuple[int, ...]:
-    """Process ids of the engine cores; empty when the core is a thread of this process.
+    """Process ids of the engine cores; empty when the core is a thread of this process."""
+    return tuple(process.pid for process in _core_processes(llm) if process.pid is not None)
 
-    vllm 0.32 and 0.33 keep the processes in `engine_core.resources.engine_manager`.
-    """
+
+def _core_processes(llm: AsyncLLM) -> Sequence[Any]:
+    """`multiprocessing.Process` per core, or the thread in its place; vllm 0.32 and 0.33 keep them there."""
     manager = llm.engine_core.resources.engine_manager
-    processes = [] if manager is None else manager.processes
-    return tuple(process.pid for process in processes if process.pid is not None)
+    return [] if manager is None else manager.processes  # type: ignore[no-any-return]

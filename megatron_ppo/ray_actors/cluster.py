@@ -2,7 +2,8 @@
 other hosts, one that stands already.
 
 Driven by the composition root on trainer rank 0. Invariant: no process of the run's own cluster outlives the driver,
-neither after a clean end nor after SIGKILL; of a cluster that stood before, the run's actors end with the driver.
+neither after a clean end nor after SIGKILL, nor ends before it of a signal that asks the run to end; of a cluster that
+stood before, the run's actors end with the driver.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import ray._private.services
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 
 from megatron_ppo.protocol.errors import ConfigError
+from megatron_ppo.protocol.signals import deaf_children
 from megatron_ppo.ray_actors import reaper
 
 logger = logging.getLogger(__name__)
@@ -138,7 +140,7 @@ def _connection(
             _visible_gpus(gpu_ids),
             _own_sigterm(),
             _needed_services(),
-            _own_process_groups(),
+            _lasting_processes(),
             _on_loopback(),
         ):
             _init(options)
@@ -219,14 +221,28 @@ def _on_loopback() -> Iterator[None]:
 
 
 @contextmanager
-def _own_process_groups() -> Iterator[None]:
-    """torchrun signals the process group of a rank, which needs its actors until its step is finished and saved.
+def _lasting_processes() -> Iterator[None]:
+    """A rank that is told to end needs its actors until its step is finished and saved.
 
-    Ray's processes start their children in their own group. They end with the driver, by the reaper at the latest.
+    torchrun signals the process group of a rank, a batch system every process of the job. So Ray's processes lead
+    groups of their own and are deaf, and their workers inherit it. Ray ends them with SIGTERM and waits a second for
+    each; here they are killed, with their agents, and the workers leave with their raylet. Nothing is lost: the run's
+    actors have ended, and the cluster is nobody else's.
     """
     module: Any = ray._private.services
     plain = module.ConsolePopen
-    module.ConsolePopen = functools.partial(plain, process_group=0)
+
+    class Lasting(plain):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            with deaf_children():
+                super().__init__(*args, process_group=0, **options)
+
+        def terminate(self) -> None:
+            if self.poll() is None:  # otherwise its number may be another's
+                with suppress(ProcessLookupError):
+                    os.killpg(self.pid, signal.SIGKILL)
+
+    module.ConsolePopen = Lasting
     try:
         yield
     finally:
@@ -252,9 +268,10 @@ def _visible_gpus(gpu_ids: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _reaper(temp_dir: Path) -> Iterator[None]:
-    # A session of its own: a signal to the driver's process group must not reach it.
+    # A session of its own: no signal to the driver's process group must reach it.
     command = [sys.executable, "-I", reaper.__file__, str(temp_dir), str(os.getpid())]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    with deaf_children():
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
         yield
     finally:

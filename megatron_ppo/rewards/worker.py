@@ -1,7 +1,8 @@
 """The process that runs an untrusted or slow reward function: python -m megatron_ppo.rewards.worker PARENT_PID
 
 Driven by `process_pool.ScorerProcess` over two pipes, one JSON object per line: first the verifier to build, then
-one request per group. Invariant: it never outlives the process that started it, whatever the reward function does.
+one request per group. Invariant: it never outlives the process that started it, whatever the reward function does, and
+goes on after a signal that asks the run to end.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from megatron_ppo.protocol.ports import Scorer
+from megatron_ppo.protocol.signals import ignore_ending_signals
 from megatron_ppo.protocol.trajectory import Prompt
 from megatron_ppo.rewards.build import build_scorer
 
@@ -41,6 +43,7 @@ def prompt_from_json(fields: Mapping[str, Any]) -> Prompt:
 
 def main(arguments: list[str]) -> None:
     """Serve requests until the pipe closes."""
+    ignore_ending_signals()
     _die_with(int(arguments[0]))
     # What the reward function prints must not end in the answers: it goes where stderr goes, into the log.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")

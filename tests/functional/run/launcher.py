@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -176,14 +177,16 @@ class Launched:
                 return [_describe(process) for process in alive]
             time.sleep(0.2)
 
-    def kill(self) -> None:
-        """SIGKILL for every process of the tree at once, as a power cut would do it."""
+    def signal_everything(self, signum: int) -> None:
+        """To every process of the tree, as a batch system does it that ends a job."""
         self.look()
         for process in self.seen.values():
-            try:
-                process.send_signal(signal.SIGKILL)
-            except psutil.NoSuchProcess:
-                continue
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signum)
+
+    def kill(self) -> None:
+        """SIGKILL for every process of the tree at once, as a power cut would do it."""
+        self.signal_everything(signal.SIGKILL)
         self.process.wait(timeout=10)
 
     def describe(self) -> str:

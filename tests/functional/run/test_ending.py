@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import signal
 import time
@@ -13,7 +12,6 @@ import psutil
 import pytest
 from launcher import LAUNCHER, Launched, final_history
 
-from megatron_ppo.loop.checkpoint_folder import CheckpointFolder
 from megatron_ppo.protocol.faults import FaultKind, FaultPlan
 from tests.listening_sockets import listening, open_to_others
 
@@ -47,7 +45,7 @@ def test_a_launcher_restarts_its_ranks_which_go_on_and_end_with_exit_code_zero_w
     alive = [p for p in former.values() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     assert alive == []
 
-    job.process.send_signal(signal.SIGTERM)
+    job.signal_everything(signal.SIGTERM)
     assert job.wait(timeout_s=90) == 0, job.output
     steps = [row["step"] for row in job.rows()]
     assert "SIGTERM: ending after this step" in job.output
@@ -78,21 +76,45 @@ def test_a_signal_to_any_rank_ends_all_of_them_with_exit_code_zero(launch: Calla
 
 
 @pytest.mark.slow
-def test_a_signal_to_every_process_ends_a_run_that_goes_on_from_its_newest_checkpoint(
-    launch: Callable[..., Launched],
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_every_process_loses_neither_the_step_nor_a_prompt(
+    launch: Callable[..., Launched], signum: signal.Signals
 ) -> None:
-    """As of a batch system that preempts. Without Ray's control process no step can be finished."""
-    job = launch(*ENDLESS, "checkpoint.period=2", nproc=2, max_restarts=1, program=LAUNCHER)
-    job.wait_for_step(5)
-    job.look()
-    for process in job.seen.values():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGTERM)
-    job.wait(timeout_s=150)
+    """As of a batch system that ends a job: Ray, its actors, the engine's core, the reward function's process too."""
+    words = (
+        *ENDLESS,
+        "checkpoint.period=100000",
+        "telemetry.record_trajectories=true",
+        "inference.engine_core=process",
+    )
+    job = launch(*words, nproc=2, max_restarts=1, program=LAUNCHER)
+    job.wait_for_step(3)
+    job.signal_everything(signum)
+    assert job.wait(timeout_s=90) == 0, job.output + job.log_tails()
+    steps = [row["step"] for row in job.rows()]
+    name = signum.name
+    assert f"{name}: ending after this step" in job.output
+    assert (
+        f"stopped by {name}; the same command, or run.resume={job.run_dir}, continues from step {steps[-1]}"
+        in job.output
+    )
     assert "(restart 1 of its launcher)" not in job.output, "a run that was told to end was started again"
+    assert all(row["engines/deaths"] == row["collector/failures"] == 0 for row in job.rows())
     assert job.survivors(within_s=15) == []
-    newest = CheckpointFolder(job.run_dir / "checkpoints").choose({}).newest
-    assert newest is not None and int(newest.removeprefix("step_")) >= 2
+
+    resumed = launch(*words, nproc=2, program=LAUNCHER)
+    resumed.wait_for_step(steps[-1] + 2)
+    resumed.signal_everything(signum)
+    assert resumed.wait(timeout_s=90) == 0, resumed.output + resumed.log_tails()
+    assert resumed.run_dirs == [job.run_dir]
+    assert [row["step"] for row in job.rows()] == list(range(1, job.rows()[-1]["step"] + 1))
+    trained = Counter(
+        record["ordinal"] for records in final_history(job.run_dir).values() for record in records
+    )
+    assert set(trained.values()) == {SAMPLES}, "a prompt was trained twice, or in part"
+    ordinals = sorted(trained)
+    assert ordinals[: len(ordinals) // 2] == list(range(len(ordinals) // 2)), "a prompt was lost"
+    assert resumed.survivors(within_s=15) == []
 
 
 @pytest.mark.slow

@@ -77,6 +77,17 @@ def test_a_verifier_in_a_process_gives_the_same_rewards() -> None:
         there.close()
 
 
+def test_a_signal_that_ends_the_run_does_not_end_scoring() -> None:
+    with process(trouble="raise") as scorer:
+        scorer.start()
+        pid = scorer.pid
+        assert pid is not None
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            os.kill(pid, number)
+        assert scorer.score(prompt(GOOD), [[7, 7]], deadline_s=LONG_S) == [2.0]
+        assert scorer.pid == pid
+
+
 def test_one_process_serves_many_calls_in_order() -> None:
     with process(trouble="raise") as scorer:
         pids = set()
