@@ -111,7 +111,7 @@ class RewardSection(Section):
     isolation: Literal["process", "thread"] = setting(
         "process",
         "Where it runs. process: in processes that are killed at the deadline and started again; thread: in the "
-        "collector, where one that hangs ends the run.",
+        "collector, where one that hangs ends the run, and what it starts does not hear SIGTERM.",
     )
 
     def spec(self, *, target: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:

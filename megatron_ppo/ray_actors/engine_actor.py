@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ppo.protocol.imports import no_garbage
+from megatron_ppo.protocol.signals import stay_deaf
 from megatron_ppo.ray_actors.replica_processes import EngineProcesses, processes_here
 from megatron_ppo.telemetry.heartbeat import Heartbeat
 from megatron_ppo.telemetry.process_log import redirect_process_output
@@ -31,6 +32,7 @@ class EngineActor:
     def __init__(
         self, *, target: str, kwargs: Mapping[str, object], log_path: str, heartbeat_path: str | None = None
     ) -> None:
+        stay_deaf()
         # Before the import: vLLM prints while it is imported.
         redirect_process_output(Path(log_path))
         if heartbeat_path is not None:

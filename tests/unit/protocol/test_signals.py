@@ -36,6 +36,15 @@ os.read(reading, 2)
 os.kill(forked, signal.SIGTERM)
 print(os.WTERMSIG(os.waitpid(forked, 0)[1]), flush=True)
 """
+# What engines do at the latest when they start a process of their own.
+LOCKING = """
+import multiprocessing, os, signal
+from megatron_ppo.protocol.signals import stay_deaf
+stay_deaf()
+multiprocessing.get_context("spawn").Lock()
+os.kill(os.getpid(), signal.SIGTERM)
+print("still here")
+"""
 
 
 def test_deaf_children_and_theirs_go_on_whatever_handlers_they_have() -> None:
@@ -57,6 +66,14 @@ def test_deaf_children_and_theirs_go_on_whatever_handlers_they_have() -> None:
     finally:
         parent.kill()
         parent.communicate()
+
+
+def test_a_deaf_process_that_uses_multiprocessing_stays_deaf_if_it_says_so() -> None:
+    with deaf_children():
+        done = subprocess.run(
+            [sys.executable, "-c", LOCKING], stdout=subprocess.PIPE, text=True, timeout=60, check=True
+        )
+    assert done.stdout == "still here\n"
 
 
 def test_this_thread_hears_the_signals_again_after_the_block() -> None:
