@@ -10,6 +10,7 @@ Invariant: a reservation that was handed to the collector is committed, released
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -23,6 +24,15 @@ from megatron_ppo.protocol.ports import PromptStream, Replay, RolloutEngine
 from megatron_ppo.protocol.trajectory import Reservation, SamplingSettings
 
 logger = logging.getLogger(__name__)
+
+
+class _Fate(enum.Enum):
+    """What becomes of a prompt whose group was not committed."""
+
+    AGAIN = "again"
+    AFTER_A_FAILURE = "again, and the failure counts"
+    AFTER_OTHERS = "the same, after a group of another prompt was committed"
+    DROPPED = "never again"
 
 
 async def _at_once() -> None:
@@ -41,8 +51,9 @@ class Collector:
             and then everything that is free in one go, in ordinal order, with sampling seeds that depend on the step.
         max_concurrent_groups: rollouts at the same time; enough to keep every engine slot busy.
         max_generation_failures: a group that used up its retries of generation or scoring is released, generated
-            again and counted. The run ends when more than this many fail in a row, which a restart begins to
-            count anew; a prompt that fails more often than that while others succeed is dropped. The buffer
+            again and counted. When more than this many have failed in a row, which a restart begins to count anew,
+            other prompts go first: the run ends if the first of them fails, too, and otherwise it was not the fault
+            of the processes. A prompt that fails more often than this while others succeed is dropped. The buffer
             counts that, so that neither a restart of this process nor a resume begins anew.
         reserve_timeout_s: how long one request for slots may wait; `stop` and `pause` take effect within it.
         For the others see `GroupRollout`.
@@ -97,6 +108,8 @@ class Collector:
         self._finished = False
         self._started = False
         self._failure: PartDiedError | None = None
+        self._row: set[int] = set()  # ordinals that have failed since the last success
+        self._has_succeeded = False
 
     async def run(self) -> None:
         """Collect until `stop`. Awaited once.
@@ -183,12 +196,14 @@ class Collector:
 
     async def _collect(self, reservation: Reservation) -> None:
         """One rollout; never raises. What ends the run is kept in `_failure`."""
-        committed, failed, drop = False, False, False
+        fate: _Fate | None = _Fate.AGAIN
         reason = "the collector stopped"
         try:
             group = await self._rollout.roll_out(reservation)
             await self._replay.commit(group)
-            committed = True
+            fate = None
+            self._has_succeeded = True
+            self._row.clear()
             tokens = sum(len(trajectory.completion.token_ids) for trajectory in group.trajectories)
             self._recorder.succeeded(trajectories=len(group.trajectories), response_tokens=tokens)
         except asyncio.CancelledError:
@@ -196,39 +211,53 @@ class Collector:
         except (GenerationError, ScoringError) as error:
             what = "generation" if isinstance(error, GenerationError) else "scoring"
             reason = f"{what} failed: {error}"
-            failed, drop = not self._stopping, self._count_failure(reservation, error)
+            fate = self._judge_failure(reservation, error)
         except Exception as error:  # the border of the process: what ends the run is raised by `run`
             reason = f"{type(error).__name__}: {error}"
             self._record_fatal(reservation, error)
         finally:
-            if not committed:
-                await self._give_back(reservation, reason, failed=failed, drop=drop)
+            if fate is not None:
+                await self._give_back(reservation, reason, fate)
             self._tasks.discard(asyncio.current_task())
             await self._notify()
 
-    async def _give_back(self, reservation: Reservation, reason: str, *, failed: bool, drop: bool) -> None:
+    async def _give_back(self, reservation: Reservation, reason: str, fate: _Fate) -> None:
         try:
-            if drop:
+            if fate is _Fate.DROPPED:
                 await self._replay.drop(reservation, reason=reason)
                 self._recorder.add(dropped=1)
             else:
-                await self._replay.release(reservation, reason=reason, failed=failed)
+                await self._replay.release(
+                    reservation,
+                    reason=reason,
+                    failed=fate is not _Fate.AGAIN,
+                    others_first=fate is _Fate.AFTER_OTHERS,
+                )
         except Exception as error:  # the buffer is gone; the rollout must still end, and `run` raises
             self._record_fatal(reservation, error)
 
-    def _count_failure(self, reservation: Reservation, error: Exception) -> bool:
-        """Count a group that used up its retries; whether its prompt is to be dropped."""
+    def _judge_failure(self, reservation: Reservation, error: Exception) -> _Fate:
+        """Count a group that used up its retries; what becomes of its prompt.
+
+        A prompt that alone is left to do, and fails, looks like processes that do not work. Only another prompt tells
+        the two apart: none is dropped, and the run does not end, before another one was tried.
+        """
         if self._stopping:
-            return False
-        in_a_row = self._recorder.failed()
-        of_this_prompt = reservation.failures + 1
-        logger.warning(
-            "ordinal %d failed for step %d: %s", reservation.ordinal, reservation.target_step, error
-        )
-        if in_a_row > self._max_generation_failures:
-            self._record_fatal(reservation, error, f"{in_a_row} in a row, {of_this_prompt} of this prompt")
-            return False
-        return of_this_prompt > self._max_generation_failures
+            return _Fate.AGAIN
+        limit, ordinal = self._max_generation_failures, reservation.ordinal
+        in_a_row, of_this_prompt = self._recorder.failed(), reservation.failures + 1
+        logger.warning("ordinal %d failed for step %d: %s", ordinal, reservation.target_step, error)
+        is_repeated = ordinal in self._row
+        self._row.add(ordinal)
+        if in_a_row > limit and not is_repeated:
+            row = f"{in_a_row} in a row, of ordinals {sorted(self._row)}; {of_this_prompt} of this prompt"
+            self._record_fatal(reservation, error, row)
+            return _Fate.AFTER_A_FAILURE
+        if of_this_prompt > limit and self._has_succeeded and not is_repeated:
+            return _Fate.DROPPED
+        if in_a_row > limit or of_this_prompt > limit:
+            return _Fate.AFTER_OTHERS
+        return _Fate.AFTER_A_FAILURE
 
     def _record_fatal(self, reservation: Reservation, error: Exception, count: str | None = None) -> None:
         limit = f" ({count}; max_generation_failures={self._max_generation_failures})" if count else ""

@@ -11,7 +11,7 @@ be done.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -130,19 +130,35 @@ class Ledger:
         """Every trained ordinal, ascending; O(next_ordinal)."""
         return tuple(q for q in range(self._next_ordinal) if self.status(q) is OrdinalStatus.TRAINED)
 
-    def reserve_next(self) -> int:
-        """Hand out the lowest pending ordinal, else a fresh one; it becomes reserved."""
-        while self._pending:
+    def reserve_next(self, *, passing_over: Collection[int] = ()) -> int:
+        """Hand out the lowest pending ordinal, else a fresh one; it becomes reserved.
+
+        Args:
+            passing_over: ordinals that stay pending.
+        """
+        ordinal = self._pop_pending(passing_over)
+        if ordinal is None:
+            ordinal = self._next_ordinal
+            self._next_ordinal += 1
+        self._active[ordinal] = OrdinalStatus.RESERVED
+        return ordinal
+
+    def _pop_pending(self, passing_over: Collection[int]) -> int | None:
+        passed_over = []
+        found = None
+        while found is None and self._pending:
             ordinal = heapq.heappop(self._pending)
             # `drop` and `reserve` leave heap entries behind, so an entry counts only while its ordinal is
             # pending.
-            if self._active.get(ordinal) is OrdinalStatus.PENDING:
-                self._active[ordinal] = OrdinalStatus.RESERVED
-                return ordinal
-        ordinal = self._next_ordinal
-        self._next_ordinal += 1
-        self._active[ordinal] = OrdinalStatus.RESERVED
-        return ordinal
+            if self._active.get(ordinal) is not OrdinalStatus.PENDING:
+                continue
+            if ordinal in passing_over:
+                passed_over.append(ordinal)
+            else:
+                found = ordinal
+        for ordinal in passed_over:
+            heapq.heappush(self._pending, ordinal)
+        return found
 
     def reserve(self, ordinal: int) -> None:
         """PENDING → RESERVED for a certain ordinal, whose group is restored from a snapshot."""
@@ -155,7 +171,7 @@ class Ledger:
         self._active[ordinal] = OrdinalStatus.READY
 
     def release(self, ordinal: int) -> None:
-        """RESERVED or READY → PENDING; it is handed out again before any fresh ordinal."""
+        """RESERVED or READY → PENDING; it is handed out again before any fresh ordinal, unless passed over."""
         self._require(ordinal, OrdinalStatus.RESERVED, OrdinalStatus.READY)
         self._active[ordinal] = OrdinalStatus.PENDING
         heapq.heappush(self._pending, ordinal)

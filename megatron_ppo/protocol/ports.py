@@ -98,11 +98,14 @@ class Replay(Protocol):
         """Report that a reservation's responses were generated, or scored. Harmless when it is no longer held."""
         ...
 
-    async def release(self, reservation: Reservation, *, reason: str, failed: bool = False) -> None:
+    async def release(
+        self, reservation: Reservation, *, reason: str, failed: bool = False, others_first: bool = False
+    ) -> None:
         """Give a slot back; its ordinal becomes pending again. Harmless when repeated.
 
         Args:
             failed: the prompt's group failed; the next reservation of the prompt counts it in `failures`.
+            others_first: the ordinal is not reserved again before a group of another one was committed.
         """
         ...
 

@@ -44,10 +44,12 @@ class RayReplayClient:
             self._actor.note.remote(reservation, stage), what=f"the note of ordinal {reservation.ordinal}"
         )
 
-    async def release(self, reservation: Reservation, *, reason: str, failed: bool = False) -> None:
+    async def release(
+        self, reservation: Reservation, *, reason: str, failed: bool = False, others_first: bool = False
+    ) -> None:
         """See `Replay.release`."""
         await _answer(
-            self._actor.release.remote(reservation, reason=reason, failed=failed),
+            self._actor.release.remote(reservation, reason=reason, failed=failed, others_first=others_first),
             what=f"the release of ordinal {reservation.ordinal}",
         )
 

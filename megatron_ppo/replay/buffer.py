@@ -74,6 +74,7 @@ class PromptGroupBuffer:
         self._groups: dict[int, PromptGroup] = {}
         self._release_reasons: dict[int, str] = {}
         self._failures: dict[int, int] = {}
+        self._passed_over: set[int] = set()
         self._counters = Counters()
         self._journal = journal
         self._takes_in_ordinal_order = takes_in_ordinal_order
@@ -124,6 +125,8 @@ class PromptGroupBuffer:
     def reserve(self, limit: int) -> list[Reservation]:
         """Up to `limit` free slots: lowest unfinished target first, lowest pending ordinal first.
 
+        Ordinals that were released with `others_first` are passed over until a group was committed.
+
         Raises: ValueError for a limit below 1.
         """
         if limit < 1:
@@ -135,7 +138,7 @@ class PromptGroupBuffer:
             target = self._targets.next_to_reserve(self._window.frontier)
             if target is None:
                 break
-            ordinal = self._ledger.reserve_next()
+            ordinal = self._ledger.reserve_next(passing_over=self._passed_over)
             self._targets.reserve(target, ordinal)
             self._release_reasons.pop(ordinal, None)
             reservation = Reservation(
@@ -174,6 +177,7 @@ class PromptGroupBuffer:
         self._ledger.make_ready(group.ordinal)
         del self._reservations[group.ordinal]
         self._failures.pop(group.ordinal, None)
+        self._passed_over.clear()
         self._groups[group.ordinal] = group
         self._counters.committed += 1
         self._record_group(group, Stage.COMMITTED)
@@ -185,17 +189,22 @@ class PromptGroupBuffer:
         self._record(reservation.ordinal, stage, target_step=reservation.target_step)
         return True
 
-    def release(self, reservation: Reservation, *, reason: str, failed: bool = False) -> bool:
+    def release(
+        self, reservation: Reservation, *, reason: str, failed: bool = False, others_first: bool = False
+    ) -> bool:
         """Give a slot back; its ordinal becomes pending. Returns whether the reservation was still held.
 
         Args:
             failed: count a failure of the prompt, until a group of it is committed.
+            others_first: reserve it only after a group of another prompt was committed. Not part of a snapshot.
         """
         if self._reservations.get(reservation.ordinal) != reservation:
             return False
         self._counters.released += 1
         if failed:
             self._failures[reservation.ordinal] = self._failures.get(reservation.ordinal, 0) + 1
+        if others_first:
+            self._passed_over.add(reservation.ordinal)
         self._release(reservation.target_step, reservation.ordinal, reason)
         return True
 

@@ -69,10 +69,12 @@ class ReplayService:
         """See `Replay.note`."""
         self._buffer.note(reservation, stage)
 
-    async def release(self, reservation: Reservation, *, reason: str, failed: bool = False) -> None:
+    async def release(
+        self, reservation: Reservation, *, reason: str, failed: bool = False, others_first: bool = False
+    ) -> None:
         """See `Replay.release`."""
         async with self._changed:
-            if self._buffer.release(reservation, reason=reason, failed=failed):
+            if self._buffer.release(reservation, reason=reason, failed=failed, others_first=others_first):
                 logger.info(
                     "ordinal %d of step %d released: %s", reservation.ordinal, reservation.target_step, reason
                 )

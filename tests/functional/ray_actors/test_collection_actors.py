@@ -247,6 +247,10 @@ def test_the_replay_port_keeps_its_contract(kind: str, start: Callable[[], tuple
         await port.release(reservations[1], reason="failed")
         await port.release(reservations[1], reason="failed")
         assert await port.reserve(limit=1, timeout_s=CALL_S) == [reservations[1]]
+        await port.release(reservations[1], reason="failed", failed=True, others_first=True)
+        [other] = await port.reserve(limit=1, timeout_s=CALL_S)
+        await port.release(other, reason="failed")
+        assert other.ordinal == 2
         with pytest.raises(WaitTimeoutError, match="step 0 has 1 of 3 groups"):
             await learner.take(target_step=0, timeout_s=0.05)
         await port.fail("engine is gone")

@@ -256,7 +256,7 @@ def test_first_failure_is_fatal_at_limit_zero() -> None:
 
 
 def test_a_success_ends_a_row_of_failures() -> None:
-    """C11: limit 2; fail, success, fail, fail stays healthy, the third in a row is fatal."""
+    """C11: limit 2; fail, success, fail, fail stays healthy; a row of three is fatal once another prompt fails."""
 
     async def scenario() -> None:
         run = Run(max_generation_failures=2, max_concurrent_groups=1)
@@ -270,9 +270,11 @@ def test_a_success_ends_a_row_of_failures() -> None:
             await run.take(1)
             assert run.collector.stats().failures == 3
             assert not task.done()
-            run.engine.fail_next(3)
+            run.engine.fail_next(4)
             await run.open(2)
-            with pytest.raises(PartDiedError, match="3 in a row"):
+            with pytest.raises(
+                PartDiedError, match=r"4 in a row, of ordinals \[(\d+), (\d+)\]; 1 of this prompt"
+            ):
                 await task
 
     asyncio.run(scenario())
@@ -314,6 +316,59 @@ def test_one_prompt_that_always_fails_is_dropped_while_others_succeed() -> None:
         assert run.collector.stats().failures == 3
         assert run.collector.stats().dropped == 1
         assert run.buffer.ledger.drop_reason(1) == "generation failed: never works"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("limit", "hopeless"),
+    [(1, (PROMPTS - 1,)), (1, (0,)), (3, (PROMPTS - 1,)), (3, (PROMPTS - 2, PROMPTS - 1))],
+)
+def test_prompts_that_always_fail_and_are_the_last_of_their_window_are_dropped_and_the_run_goes_on(
+    limit: int, hopeless: tuple[int, ...]
+) -> None:
+    """Nothing else is left to do there, so nothing succeeds between two of their failures."""
+
+    async def scenario() -> None:
+        run = Run(age=0, max_generation_failures=limit)
+        run.engine.failing |= {tuple(prompt_ids(ordinal)) for ordinal in hopeless}
+        async with collecting(run) as task:
+            groups = await run.train(2 * limit + 4)
+            assert not task.done()
+        ordinals = sorted(group.ordinal for group in groups)
+        assert ordinals == [q for q in range(len(groups) + len(hopeless)) if q not in hopeless]
+        for ordinal in hopeless:
+            assert "generation failed: " in (run.buffer.ledger.drop_reason(ordinal) or "")
+        assert run.collector.stats().dropped == len(hopeless)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("groups_at_once", [1, 4])
+def test_processes_that_do_not_work_end_the_run_and_drop_no_prompt_however_often_it_is_restarted(
+    groups_at_once: int,
+) -> None:
+    """A restart forgets the row. Each prompt's own count grows, but shows nothing while no other prompt succeeds."""
+
+    async def scenario() -> None:
+        snapshot: str | None = None
+        for _ in range(6):
+            run = Run(age=0, max_generation_failures=2, max_concurrent_groups=groups_at_once)
+            run.engine.fail_next(10**6)
+            await run.replay.restore(snapshot, resume_step=0)
+            async with collecting(run) as task:
+                await run.open(0)
+                with pytest.raises(
+                    PartDiedError, match=r"\d in a row, of ordinals \[0, 1.*max_generation_failures=2"
+                ):
+                    await task
+            snapshot = await run.replay.snapshot()
+        assert run.buffer.ledger.counts().dropped == 0
+        healed = Run(age=0, max_generation_failures=2)
+        await healed.replay.restore(snapshot, resume_step=0)
+        async with collecting(healed):
+            groups = await healed.train(3)
+        assert sorted(group.ordinal for group in groups) == list(range(3 * PROMPTS))
 
     asyncio.run(scenario())
 
@@ -399,7 +454,7 @@ def test_a_scorer_that_raises_ends_the_run_and_never_becomes_a_zero() -> None:
         async with collecting(run) as task:
             await run.open(0)
             with pytest.raises(
-                PartDiedError, match=r"21 in a row.* ScoringError: .*KeyError: 'no answer in the metadata'"
+                PartDiedError, match=r"2\d in a row.* ScoringError: .*KeyError: 'no answer in the metadata'"
             ):
                 await task
             assert (await run.replay.status()).size == 0

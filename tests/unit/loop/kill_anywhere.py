@@ -191,7 +191,10 @@ class GivingUp:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._replay, name)
 
-    async def release(self, reservation: Reservation, *, reason: str, failed: bool = False) -> None:
+    async def release(
+        self, reservation: Reservation, *, reason: str, failed: bool = False, others_first: bool = False
+    ) -> None:
+        assert not others_first, "the limit is out of reach"
         if failed and reservation.failures:
             await self._replay.drop(reservation, reason=reason)
         else:

@@ -36,6 +36,7 @@ class LiveCollection(Collection):
         engine: FakeEngine,
         scorer: Scorer | None = None,
         deterministic: bool = False,
+        **collector: Any,
     ) -> None:
         super().__init__(
             order,
@@ -47,6 +48,7 @@ class LiveCollection(Collection):
             scorer=scorer,
             scorer_threads=2,
             deterministic=deterministic,
+            **collector,
         )
         self._work = work
         self._loop = asyncio.new_event_loop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from megatron_ppo.loop.checkpoint_folder import Retention
 from megatron_ppo.loop.checkpoints import RunCheckpoints
 from megatron_ppo.protocol.errors import PartDiedError
 from megatron_ppo.protocol.schedule import AsyncSchedule
-from megatron_ppo.testing.fakes import FakeEngine
+from megatron_ppo.testing.fakes import FakeEngine, prompt_ids
 from megatron_ppo.testing.loop_fakes import FakeModelStore, FakePolicy, StepOrder
 from tests.unit.loop.fake_run import (
     GENERATIONS,
@@ -222,14 +223,18 @@ def one_life(
     *,
     first_step: int,
     dies_after: int | None,
+    engine: FakeEngine | None = None,
+    limit: int = 0,
+    policy: Callable[[StepOrder, FakeEngine], FakePolicy] | None = None,
     **changes: Any,
 ) -> LiveCollection:
     order = StepOrder(schedule=schedule, ppo_epochs=1, first_step=first_step)
     run = fake_run(schedule, work=work, make_order=lambda **_: order)
     run.collection.close()
     # A fresh engine serves version 0 until the first publish, as a real one does.
-    engine = FakeEngine(token_latency_s=0.0005)
-    with live_collection(order, schedule=schedule, work=work, engine=engine) as collection:
+    engine = engine or FakeEngine(token_latency_s=0.0005)
+    options = {"max_retries": 0, "max_generation_failures": limit}
+    with live_collection(order, schedule=schedule, work=work, engine=engine, **options) as collection:
         real = RunCheckpoints(
             **{
                 "folder": folder,
@@ -245,6 +250,8 @@ def one_life(
             }
         )
         live = live_run(collection, run).but(checkpoints=KilledAfterSave(real, dies_after))
+        if policy is not None:
+            live = live.but(policy=policy(order, engine))
         try:
             train(loop_settings(schedule, checkpoint_period=1), schedule, live.parts)
         except Killed:
@@ -272,6 +279,59 @@ def test_a_run_killed_twice_trains_every_prompt_exactly_once(
     assert sorted(work.steps) == list(range(schedule.max_num_steps))
     assert sorted(work.trained_ordinals()) == list(range(schedule.max_num_steps * PROMPTS))
     assert all(len(group.trajectories) == GENERATIONS for step in work.steps for group in work.groups(step))
+
+
+@pytest.mark.parametrize("schedule", [AGE_0, AGE_1], ids=["age 0", "age 1"])
+def test_a_prompt_that_never_works_is_dropped_also_if_nothing_else_is_left_to_do_for_its_step(
+    tmp_path: Path, schedule: AsyncSchedule
+) -> None:
+    """Its step is filled from the next ordinal, and the run neither ends of it nor waits for it."""
+    work = WorkLog()
+    engine = FakeEngine(token_latency_s=0.0005)
+    hopeless = PROMPTS - 1
+    engine.failing.add(tuple(prompt_ids(hopeless)))
+    one_life(schedule, tmp_path, work, first_step=0, dies_after=None, engine=engine, limit=2)
+    expected = [q for q in range(schedule.max_num_steps * PROMPTS + 1) if q != hopeless]
+    assert sorted(work.trained_ordinals()) == expected
+    snapshot = json.loads(next(tmp_path.glob("step_*/replay_buffer.json")).read_text())
+    assert list(snapshot["dropped"]) == [str(hopeless)]
+
+
+def test_a_run_that_ended_of_failures_in_a_row_is_saved_and_goes_on_with_a_higher_limit(
+    tmp_path: Path,
+) -> None:
+    """However often it was tried in between: no prompt is dropped because the processes do not work."""
+    work = WorkLog()
+
+    class Breaking(FakePolicy):
+        """Breaks the engine in the update of the fourth step."""
+
+        def __init__(self, order: StepOrder, engine: FakeEngine) -> None:
+            super().__init__(order)
+            self._engine = engine
+            self._updates = 0
+
+        def update(self, minibatches: Sequence[TrainBatch]) -> Mapping[str, float]:
+            self._updates += 1
+            if self._updates == 4:
+                self._engine.fail_next(10**6)
+            return super().update(minibatches)
+
+    ended = pytest.raises(
+        PartDiedError, match=r"\d in a row, of ordinals \[8, 9, 10.*max_generation_failures=2.*told to fail"
+    )
+    with ended:
+        one_life(AGE_0, tmp_path, work, first_step=0, dies_after=None, limit=2, policy=Breaking)
+    assert (tmp_path / "latest").read_text() == "step_4"
+    for _ in range(3):
+        broken = FakeEngine()
+        broken.fail_next(10**6)
+        with ended:
+            one_life(AGE_0, tmp_path, work, first_step=4, dies_after=None, limit=2, engine=broken)
+    recovering = FakeEngine()
+    recovering.fail_next(7)
+    one_life(AGE_0, tmp_path, work, first_step=4, dies_after=None, limit=20, engine=recovering)
+    assert sorted(work.trained_ordinals()) == list(range(AGE_0.max_num_steps * PROMPTS))
 
 
 def test_a_dead_engine_ends_the_loop_with_ordinal_step_and_cause() -> None:

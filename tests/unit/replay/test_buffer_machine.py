@@ -27,6 +27,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.flying: dict[Reservation, int] = {}  # reservation -> version at its start
         self.trained: list[int] = []
         self.dropped: set[int] = set()
+        self.passed_over: set[int] = set()
         self.commits: list[int] = []
         self.buffer = self._new_buffer()
         self.saved = (to_json(self.buffer.state()), 0, 0)
@@ -45,7 +46,8 @@ class BufferMachine(RuleBasedStateMachine):
 
     @rule(limit=st.integers(1, 5))
     def reserve(self, limit: int) -> None:
-        before = self.buffer.ledger.ordinals(OrdinalStatus.PENDING)
+        pending = self.buffer.ledger.ordinals(OrdinalStatus.PENDING)
+        before = tuple(q for q in pending if q not in self.passed_over)
         reservations = self.buffer.reserve(limit)
         version = self.schedule.version_at(self.step)
         for reservation in reservations:
@@ -57,6 +59,7 @@ class BufferMachine(RuleBasedStateMachine):
         handed_out = [reservation.ordinal for reservation in reservations]
         assert handed_out == sorted(handed_out)
         assert tuple(handed_out[: len(before)]) == before[: len(handed_out)]
+        assert not self.passed_over & set(handed_out)
 
     @precondition(lambda self: self.flying)
     @rule(data=st.data())
@@ -74,13 +77,17 @@ class BufferMachine(RuleBasedStateMachine):
             )
         )
         self.commits.append(reservation.ordinal)
+        if reservation.ordinal in {group.ordinal for group in self.buffer.groups()}:  # neither late nor stale
+            self.passed_over.clear()
 
     @precondition(lambda self: self.flying)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), others_first=st.booleans())
+    def release(self, data: st.DataObject, others_first: bool) -> None:
         reservation = data.draw(st.sampled_from(sorted(self.flying, key=lambda r: r.ordinal)))
         del self.flying[reservation]
-        assert self.buffer.release(reservation, reason="failed")
+        assert self.buffer.release(reservation, reason="failed", others_first=others_first)
+        if others_first:
+            self.passed_over.add(reservation.ordinal)
         assert not self.buffer.release(reservation, reason="failed")
 
     @precondition(lambda self: self.flying)
@@ -140,6 +147,7 @@ class BufferMachine(RuleBasedStateMachine):
         assert report.past == 0
         self.dropped = set(state.ledger.dropped)
         self.flying.clear()
+        self.passed_over.clear()
         self.commits = [group.ordinal for group in self.buffer.groups()]
         for group in self.buffer.groups():
             age = self.schedule.age(generation_version=group.min_version, target_step=group.target_step)
@@ -188,6 +196,7 @@ class BufferMachine(RuleBasedStateMachine):
                         versions=(version,),
                     )
                 )
+                self.passed_over.clear()
                 del self.flying[reservation]
             before = self.step
             self.take()
