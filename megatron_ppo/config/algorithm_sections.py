@@ -47,9 +47,9 @@ class ScheduleSection(Section):
     )
     max_generation_failures: int = setting(
         0,
-        "Prompt groups in a row that may fail, after their retries. A failed prompt is tried again; after more failures "
-        "in a row other prompts are tried first, and the run stops if the first of them fails, too. A prompt that failed "
-        "more often than this while others succeed is dropped, with the reason on record.",
+        "Prompt groups in a row that may fail, after their retries. A failed prompt is tried again; after more "
+        "failures in a row other prompts are tried first, and the run stops if the first of them fails, too. A prompt "
+        "that failed more often than this while others succeed is dropped, with the reason on record.",
         unit="groups",
         ge=0,
     )
