@@ -11,7 +11,6 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import resource_tracker
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -35,6 +34,8 @@ def stay_deaf() -> None:
 
     Python 3.11's resource tracker unblocks SIGTERM and SIGINT in the thread that first needs it, whatever was before.
     """
+    from multiprocessing import resource_tracker  # only where it is used
+
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
