@@ -21,10 +21,21 @@ _OTHER_FUNCTION = "the saved weights would be used as another function; start a 
 
 
 def run_identity(
-    config: RunConfig, derived: Derived, *, task: TaskSpec, policy_folder: Path, critic_folder: Path
+    config: RunConfig,
+    derived: Derived,
+    *,
+    task: TaskSpec,
+    policy_folder: Path,
+    critic_folder: Path,
+    digests: Path | None = None,
 ) -> dict[str, Trait]:
-    """Traits by name. Raises: ConfigError for a model folder that cannot be read."""
-    policy = digest_model_folder(policy_folder)
+    """Traits by name.
+
+    Args:
+        digests: file that keeps those of the models' weights, which take long to compute.
+    Raises: ConfigError for a model folder that cannot be read.
+    """
+    policy = digest_model_folder(policy_folder, cache=digests)
     reference = derived.needs_reference
     traits = {
         "run.seed": Trait(
@@ -48,7 +59,7 @@ def run_identity(
         "policy.model.tokenizer": Trait(
             value=policy.tokenizer, because="the policy was trained on other tokens; start a new run"
         ),
-        "policy.model.weights": Trait(
+        "policy.model.content": Trait(
             value=policy.weights,
             because="the reference model of the KL term is read from there; bring the old files back"
             if reference
@@ -58,9 +69,9 @@ def run_identity(
         "critic.model": Trait(value=_named(derived.critic_model), because=_OTHER_FUNCTION),
     }
     if critic_folder != policy_folder:
-        critic = digest_model_folder(critic_folder)
+        critic = digest_model_folder(critic_folder, cache=digests)
         traits["critic.model.config"] = Trait(value=critic.config, because=_OTHER_FUNCTION)
-        traits["critic.model.weights"] = Trait(
+        traits["critic.model.content"] = Trait(
             value=critic.weights,
             because="because the critic's weights come from the checkpoint",
             refused=False,

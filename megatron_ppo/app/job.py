@@ -350,7 +350,12 @@ class _Job:
     def _identity(self, task: TaskSpec, policy_folder: Path, critic_folder: Path) -> dict[str, Trait]:
         def compute() -> dict[str, Trait]:
             return run_identity(
-                self.config, self.derived, task=task, policy_folder=policy_folder, critic_folder=critic_folder
+                self.config,
+                self.derived,
+                task=task,
+                policy_folder=policy_folder,
+                critic_folder=critic_folder,
+                digests=self.directory.model_digests_path,
             )
 
         return self.rank_zero.run("the look at data and models", compute)

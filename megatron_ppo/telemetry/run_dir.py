@@ -128,6 +128,11 @@ class RunDirectory:
         return self.path / "gates.json"
 
     @property
+    def model_digests_path(self) -> Path:
+        """Digests of the initial models' weights, and the state of the files that they were read from."""
+        return self.path / "model_digests.json"
+
+    @property
     def faults_path(self) -> Path:
         """Faults that the run injected into itself, one a line; absent without `chaos`."""
         return self.path / "faults.jsonl"

@@ -58,6 +58,7 @@ def test_the_run_directory_holds_everything_that_is_promised(job: Launched) -> N
         "logs",
         "checkpoints",
         "gates.json",
+        "model_digests.json",
         "run.json",
     } <= names
     logs = {path.name for path in (job.run_dir / "logs").iterdir()}

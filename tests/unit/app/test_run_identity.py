@@ -130,8 +130,8 @@ def test_a_change_that_would_spoil_the_run_is_refused_with_the_reason(
     [
         (other_validation, "data.validation"),
         (other_place, "data"),
-        (other_weights, "policy.model.weights"),
-        (other_critic_weights, "critic.model.weights"),
+        (other_weights, "policy.model.content"),
+        (other_critic_weights, "critic.model.content"),
         (other_age, "schedule.max_trajectory_age_steps"),
         (other_step, "algorithm.num_prompts_per_step"),
         (other_group, "algorithm.num_generations_per_prompt"),
