@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import signal
 import time
 from collections import Counter
@@ -150,13 +151,30 @@ def test_a_second_signal_ends_a_run_in_the_middle_of_its_step(launch: Callable[.
     assert job.survivors(within_s=15) == []
 
 
+def _stop_rank_one_where_rank_zero_waits_in(job: Launched, *stages: str) -> psutil.Process:
+    """Stopped elsewhere, say before a batch is handed out, rank 1 would be waited for in a stage of longer limits."""
+    stopped = job.trainer_rank(1)
+    sign = job.run_dir / "heartbeats" / "trainer_rank_0.json"
+
+    def in_stages() -> bool:
+        return json.loads(sign.read_text())["detail"]["stage"] in stages
+
+    for _ in range(20):
+        job.wait_for(in_stages, "a stage of training", timeout_s=60)
+        stopped.send_signal(signal.SIGSTOP)
+        time.sleep(3)  # a sign of life is given every two seconds
+        if in_stages():
+            return stopped
+        stopped.send_signal(signal.SIGCONT)
+    raise AssertionError(f"rank 0 never waited for rank 1 in {stages}: {sign.read_text()}")
+
+
 @pytest.mark.slow
 def test_a_rank_that_stands_still_ends_the_run_with_a_diagnosis(launch: Callable[..., Launched]) -> None:
     limits = [f"watchdog.{stage}_s=12" for stage in ("scoring", "training", "checkpoint", "other")]
     job = launch(*ENDLESS, *limits, "checkpoint.period=100000", nproc=2)
     job.wait_for_step(2)
-    stopped = job.trainer_rank(1)
-    stopped.send_signal(signal.SIGSTOP)
+    stopped = _stop_rank_one_where_rank_zero_waits_in(job, "value_training", "policy_training")
     began = time.monotonic()
     try:
         job.wait_for(lambda: "no progress for" in job.output, "the diagnosis", timeout_s=60)
