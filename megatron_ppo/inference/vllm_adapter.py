@@ -52,7 +52,7 @@ def build_async_llm(
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
         "tensor_parallel_size": tensor_parallel_size,
-        "distributed_executor_backend": "uni" if tensor_parallel_size == 1 else "mp",
+        "distributed_executor_backend": _executor(tensor_parallel_size),
         "kv_cache_memory_bytes": kv_cache_memory_bytes,
         "enforce_eager": enforce_eager,
         # Token ids in, token ids out: the engine needs no tokenizer, and end-of-sequence comes from the
@@ -73,6 +73,17 @@ def build_async_llm(
             # Its end is SIGTERM, and SIGKILL 5 s later; the cores of a run inherit that they are deaf to the first.
             process.terminate = process.kill
     return llm
+
+
+def _executor(tensor_parallel_size: int) -> str | type[object]:
+    """vLLM's name, or the class, of what runs the workers."""
+    if tensor_parallel_size == 1:
+        return "uni"
+    if not current_platform.is_cpu():
+        return "mp"
+    from megatron_ppo.inference.sleeping_executor import SleepingExecutor  # changes vLLM where it is imported
+
+    return SleepingExecutor
 
 
 async def submit(

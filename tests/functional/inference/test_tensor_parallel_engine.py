@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import psutil
@@ -19,11 +20,14 @@ def test_both_workers_serve_the_refitted_weights(
     tmp_path: Path, engine_process_environment: None, tied: bool, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # as app.loopback does in a run
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
     from tests.functional.inference.engine_rig import running_rig
 
     with running_rig(tmp_path, tied=tied, tensor_parallel_size=2) as rig:
         pids = rig.loop.run(rig.engine.pids())
         assert len(pids) == 3, "this process, with the core, and two workers"
+        assert inspect.signature(SpinCondition.__init__).parameters["busy_loop_s"].default == 0.0
         sockets = listening(psutil.Process(pid) for pid in pids)
         assert sockets and not any(sockets.values()), sockets
         for model in (rig.models[1], rig.models[0]):
