@@ -165,7 +165,7 @@ class _StaleOldLogprobs:
 
     def __init__(self, real: Any) -> None:
         self._real = real
-        self._history: list[dict[str, Tensor]] = []
+        self._history: list[list[Tensor]] = []
 
     def logprobs(self, batch: TrainBatch, *, temperature: float | None = None) -> Tensor:
         current = self._weights()
@@ -185,12 +185,16 @@ class _StaleOldLogprobs:
         metrics: Metrics = self._real.update(minibatches)
         return metrics
 
-    def _weights(self) -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in self._real.trained.named_parameters()}
+    def _weights(self) -> list[Tensor]:
+        return [tensor.clone() for tensor in self._parameters()]
 
-    def _install(self, weights: Mapping[str, Tensor]) -> None:
-        for name, tensor in self._real.trained.named_parameters():
-            tensor.copy_(weights[name])
+    def _install(self, weights: Sequence[Tensor]) -> None:
+        for tensor, value in zip(self._parameters(), weights, strict=True):
+            tensor.copy_(value)
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for chunk in self._real.trained.chunks:
+            yield from (parameter.detach() for parameter in chunk.parameters())
 
 
 def score_with_stale_weights(parts: Parts) -> Parts:

@@ -29,11 +29,12 @@ class OneWeightPolicy:
 
     def __init__(self) -> None:
         self.weight = torch.zeros(1)
-        self.trained = self  # where the real policy keeps its parameters
+        self.trained = self  # where the real policy keeps its chunks
+        self.chunks = [self]
         self.updated_with: Sequence[TrainBatch] = ()
 
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        yield "weight", self.weight
+    def parameters(self) -> Iterator[Tensor]:
+        yield self.weight
 
     def logprobs(self, batch: TrainBatch, *, temperature: float | None = None) -> Tensor:
         position_T = torch.arange(batch.token_ids_BT.shape[1])
