@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -239,5 +240,4 @@ def _failures(results: Mapping[str, Result]) -> str:
 
 
 def _short(text: str, limit: int = 160) -> str:
-    one_line = " ".join(text.split()).replace("`", "'")
-    return one_line if len(one_line) <= limit else one_line[: limit - 1] + "…"
+    return textwrap.shorten(text.replace("`", "'"), limit, placeholder=" …")
