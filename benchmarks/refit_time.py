@@ -39,6 +39,7 @@ from megatron_ppo.config.compose import load
 from megatron_ppo.config.schema import RunConfig
 from megatron_ppo.data.microbatch_plan import FixedSize
 from megatron_ppo.data.tasks import build_task
+from megatron_ppo.mcore.hf_config import read_hf_config
 from megatron_ppo.mcore.parallel import ParallelContext, distributed_runtime
 from megatron_ppo.mcore.policy import MegatronPolicy
 from megatron_ppo.mcore.settings import OptimizerSettings, SchedulerSettings, TrainingSettings
@@ -97,6 +98,11 @@ class Job:
     def engines(self) -> list[str]:
         """Keys of ENGINES to measure."""
         return self.options.engines or (list(ENGINES) if self.name == BOUND_FOR else ["1x1"])
+
+    def takes(self, trainer: str) -> bool:
+        """Whether the model's layers can be divided among the stages of this layout; the 9 of `bench_30m` cannot."""
+        stages = TRAINERS[trainer].get("pipeline_model_parallel_size", 1)
+        return read_hf_config(self.folder).num_layers % stages == 0
 
     @property
     def staging_bytes(self) -> int:
@@ -199,7 +205,7 @@ def _second_rank(arguments: Sequence[str] | None) -> Iterator[None]:
 def _measure_engines(job: Job, engines: str) -> dict[str, dict[str, Any]]:
     """All trainer layouts against one group of engines; called on both ranks, results on rank 0."""
     replicas, workers = map(int, engines.split("x"))
-    trainers = [t for t in job.options.trainer or ENGINES[engines] if t in ENGINES[engines]]
+    trainers = [t for t in job.options.trainer or ENGINES[engines] if t in ENGINES[engines] and job.takes(t)]
     results = {}
     with contextlib.ExitStack() as stack:
         group = None
