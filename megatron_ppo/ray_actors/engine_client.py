@@ -32,6 +32,8 @@ def replica_errors(replica: int, what: str) -> Iterator[None]:
         raise EngineDeadError(f"the process of engine replica {replica} is gone ({what}): {error}") from error
     except GetTimeoutError:
         raise WaitTimeoutError(f"engine replica {replica} did not answer in time: {what}") from None
+    except RayError as error:  # its node, its environment or the cluster
+        raise EngineDeadError(f"engine replica {replica} cannot be reached ({what}): {error}") from error
 
 
 class RayEngineClient:

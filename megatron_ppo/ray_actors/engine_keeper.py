@@ -74,7 +74,9 @@ class EngineKeeper:
         self._liveness = liveness
         self._stopping = threading.Event()
         self._threads = [
-            threading.Thread(target=self._keep, args=(replica,), name=f"engine-keeper-{replica}", daemon=True)
+            threading.Thread(
+                target=self._keep_or_give_up, args=(replica,), name=f"engine-keeper-{replica}", daemon=True
+            )
             for replica in range(len(self._table.statuses()))
         ]
 
@@ -89,6 +91,15 @@ class EngineKeeper:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(timeout=_STOP_LIMIT_S)
+
+    def _keep_or_give_up(self, replica: int) -> None:
+        try:
+            self._keep(replica)
+        except Exception as error:  # the end of a thread: nobody would build the replica again, or say so
+            logger.exception("engine replica %d is not watched any more", replica)
+            self._give_up(
+                f"engine replica {replica} is not watched any more: {type(error).__name__}: {error}"
+            )
 
     def _keep(self, replica: int) -> None:
         silence = Silence(limits=self._liveness, ask=self._engines.ask) if self._liveness else None

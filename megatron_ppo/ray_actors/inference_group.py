@@ -175,7 +175,9 @@ class InferenceGroup:
         actor = ray.remote(
             num_cpus=0,
             num_gpus=gpus_per_worker * tensor_parallel_size,
-            max_concurrency=1000,
+            # Calls that wait at the gate count, too. One that asks for a sign of life or brings weights must never
+            # queue behind them, whatever the collector sends: the engine would seem to hang.
+            max_concurrency=100_000,
             # Ray keeps the handles valid; how often is counted in the table, together with the deaths of cores.
             max_restarts=-1 if max_restarts else 0,
             runtime_env={"env_vars": dict(env)},

@@ -221,6 +221,19 @@ def test_the_death_after_the_last_restart_is_given_up_with_its_cause(scene: Call
     assert run.engines.rebuilds == [0]
 
 
+def test_a_keeper_that_fails_itself_does_not_stop_in_silence(
+    scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = scene(replicas=1)
+
+    def breaks(member: Member, *, timeout_s: float) -> str | None:
+        raise RuntimeError("nobody expected this")
+
+    monkeypatch.setattr(run.engines, "wait_for_death", breaks)
+    run.until(lambda: bool(run.given_up))
+    assert run.given_up == ["engine replica 0 is not watched any more: RuntimeError: nobody expected this"]
+
+
 def test_without_restarts_nothing_is_rebuilt(scene: Callable[..., Scene]) -> None:
     run = scene(max_restarts=0)
     run.engines.kill(1, "its core was killed")
