@@ -10,12 +10,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from megatron_ppo.collector.scoring import Scoring
 from megatron_ppo.collector.seeds import sample_seed
 from megatron_ppo.collector.stats import StatsRecorder
-from megatron_ppo.protocol.errors import GenerationError, GroupMismatchError, ScoringError
+from megatron_ppo.protocol.errors import (
+    EngineAsideError,
+    GenerationError,
+    GroupMismatchError,
+    ScoringError,
+)
 from megatron_ppo.protocol.moves import Stage
 from megatron_ppo.protocol.ports import PromptStream, RolloutEngine
 from megatron_ppo.protocol.trajectory import (
@@ -144,9 +150,11 @@ class GroupRollout:
         ]
 
     async def _generate(self, prompt: Prompt, seeds: Sequence[int]) -> list[Completion]:
-        await self._engine_ready()
-        with self._recorder.generating():
-            return await self._ask_engine(prompt, seeds)
+        while True:
+            await self._engine_ready()
+            # Turned away before anything ran: no attempt, and the wait for an engine is not in its deadline.
+            with suppress(EngineAsideError), self._recorder.generating():
+                return await self._ask_engine(prompt, seeds)
 
     async def _ask_engine(self, prompt: Prompt, seeds: Sequence[int]) -> list[Completion]:
         limit_s = self._deadline_s + DEADLINE_GRACE_S

@@ -73,6 +73,7 @@ class ReplicaRouter:
         """See `RolloutEngine.generate`. A death is a GenerationError: the next attempt goes to another replica.
 
         One that stands aside turns the request away before anything of it has run, so the next is asked at once.
+        Raises: EngineAsideError when none is left; then `available` says when to ask again.
         """
         return await self._first_that_takes(
             len(seeds),
@@ -84,7 +85,7 @@ class ReplicaRouter:
     async def generate_groups(
         self, requests: Sequence[GroupRequest], *, sampling: SamplingSettings, deadline_s: float
     ) -> list[list[Completion]]:
-        """See `WholeStepEngine.generate_groups`; the whole call goes to one replica. A death is a GenerationError."""
+        """See `WholeStepEngine.generate_groups`; the whole call goes to one replica. Raises: as `generate`."""
         return await self._first_that_takes(
             sum(len(request.seeds) for request in requests),
             lambda engine: engine.generate_groups(requests, sampling=sampling, deadline_s=deadline_s),
@@ -100,8 +101,9 @@ class ReplicaRouter:
 
     @asynccontextmanager
     async def _replica_for(self, num_sequences: int) -> AsyncIterator[tuple[int, EngineReplica]]:
-        await self.available()
         up = [i for i in range(len(self._engines)) if i not in self._looking]
+        if not up:
+            raise EngineAsideError("no engine serves at the moment")
         replica = min(up, key=lambda i: (self._load[i], self._last_used[i]))
         self._last_used[replica] = self._num_requests
         self._num_requests += 1

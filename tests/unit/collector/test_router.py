@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +25,11 @@ SAMPLING = SamplingSettings(max_new_tokens=4)
 
 async def request(router: ReplicaRouter, ordinal: int, samples: int = 1) -> None:
     seeds = [sample_seed(0, ordinal, i) for i in range(samples)]
-    await router.generate(prompt_ids(ordinal), seeds=seeds, sampling=SAMPLING, deadline_s=30.0)
+    while True:  # as whoever rolls out does
+        await router.available()
+        with suppress(EngineAsideError):
+            await router.generate(prompt_ids(ordinal), seeds=seeds, sampling=SAMPLING, deadline_s=30.0)
+            return
 
 
 def test_requests_go_to_the_replica_with_the_fewest_running_sequences() -> None:
@@ -120,7 +125,10 @@ def test_a_whole_step_that_dies_with_its_engine_is_asked_for_again_when_it_serve
         with pytest.raises(GenerationError, match="the engine died during generation"):
             await router.generate_groups(groups, sampling=SAMPLING, deadline_s=30.0)
         assert router.load == (0,)
+        with pytest.raises(EngineAsideError, match="no engine serves"):
+            await router.generate_groups(groups, sampling=SAMPLING, deadline_s=30.0)
         engine.rebuild(version=0)
+        await router.available()
         assert await router.generate_groups(groups, sampling=SAMPLING, deadline_s=30.0) == first
         await router.close()
 
