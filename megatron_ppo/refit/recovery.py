@@ -28,6 +28,8 @@ NEWS_S = 2.0
 """A broken transfer may be seen earlier than the death that broke it: how long to wait for the news."""
 LOOK_S = 0.5
 """How often the wait for an engine that is being built looks for what makes the wait useless."""
+_LOOKS_A_TURN = 20
+"""After which all ranks hear that rank 0 still waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +100,7 @@ class RecoveringRefit:
         self._version = version
         failures, attempts = 0, 0
         while True:
-            deaths = self._ask("an engine to publish to", lambda: self._await_engine(version))
+            deaths = self._deaths_before(version)
             try:
                 metrics = self._refit.push(version=version)
             except WeightMismatchError:
@@ -144,15 +146,28 @@ class RecoveringRefit:
 
         return self._ask("the state of the engines", count)
 
-    def _await_engine(self, version: int) -> int:
-        """Returns once an engine is up that is not slow: how many had died by then."""
+    def _deaths_before(self, version: int) -> int:
+        """Returns on every rank once an engine is up that is not slow: how many had died by then.
+
+        In turns, because several rebuilds may take longer than ranks wait for each other.
+        """
+        while (
+            deaths := self._ask("an engine to publish to", lambda: self._look_for_engine(version))
+        ) is None:
+            pass
+        return deaths
+
+    def _look_for_engine(self, version: int) -> int | None:
+        """None if no engine came up within a turn."""
         # Here and not in the real refit alone: where the machine under the engines is gone, none will ever be built,
         # and only the deaths of its other processes say so. What a rebuild may take is limited by whoever builds.
         engines = self._known()
         self._raise_if_lost()
-        while not engines.wait_for(lambda: bool(engines.lacking(version)), timeout_s=LOOK_S):
+        for _ in range(_LOOKS_A_TURN):
+            if engines.wait_for(lambda: bool(engines.lacking(version)), timeout_s=LOOK_S):
+                return engines.deaths
             self._raise_if_lost()
-        return engines.deaths
+        return None
 
     def _lacks_weights(self) -> bool:
         return self._known().lacks_weights

@@ -215,6 +215,25 @@ def test_a_publication_waits_for_the_engine_that_is_being_built(monkeypatch: pyt
     assert world.pushed == [5] and len(world.table.members(HEALTHY)) == 1
 
 
+def test_the_other_ranks_hear_that_a_long_wait_for_an_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    # They lose rank 0 after a limit that covers one start of an engine, and several may be needed.
+    monkeypatch.setattr(recovery, "LOOK_S", 0.01)
+    monkeypatch.setattr(recovery, "_LOOKS_A_TURN", 2)
+    world = World()
+    for replica in range(2):
+        world.table.died(world.table.member(replica), "killed")
+    answers: list[Any] = []
+
+    def on_rank_zero(what: str, function: Callable[[], Any]) -> Any:
+        answers.append(function())
+        if len(answers) == 3:
+            world.table.built(1)
+        return answers[-1]
+
+    world.recovering(on_rank_zero=on_rank_zero).push(version=5)
+    assert answers == [None, None, None, 2] and world.pushed == [5]
+
+
 def test_engines_that_compute_something_else_are_not_sent_the_same_weights_again() -> None:
     def differs(world: World) -> None:
         raise WeightMismatchError("weights of version 5 differ")
