@@ -26,6 +26,8 @@ READ_WHOLE_BYTES = 32 * 2**30
 BLOCK_BYTES = 2**20
 _THREADS = 4
 _DIGITS = 16
+_METHOD = "SHA-256 of every tensor"
+"""Of the digests that are kept; another one makes them void."""
 # A newer transformers writes these anew without changing the model.
 _CONFIG_IGNORED = frozenset({"transformers_version", "_name_or_path"})
 # The first format that is there: tokenizer.json holds what the others do.
@@ -88,10 +90,12 @@ def _weights_once(folder: Path, cache: Path) -> str:
     key, state = str(folder.resolve()), _state_of_files(folder)
     known = _read_cache(cache)
     entry = known.get(key)
-    if isinstance(entry, dict) and entry.get("files") == state and isinstance(entry.get("weights"), str):
-        return str(entry["weights"])
+    if isinstance(entry, dict) and (entry.get("method"), entry.get("files")) == (_METHOD, state):
+        weights = entry.get("weights")
+        if isinstance(weights, str):
+            return weights
     weights = _weights(folder)
-    write_json_atomically(cache, {**known, key: {"files": state, "weights": weights}})
+    write_json_atomically(cache, {**known, key: {"method": _METHOD, "files": state, "weights": weights}})
     return weights
 
 

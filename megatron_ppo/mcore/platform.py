@@ -1,7 +1,7 @@
 """The one place that makes Megatron-Core run without CUDA, and that knows both supported versions of it.
 
-`install()` is called once per process before anything imports `megatron.core`; `MegatronPolicy`,
-`MegatronCritic`, the checkpoint functions and `distributed_runtime` do that. The patches are process-global: an
+`install()` is called before anything imports `megatron.core`, and does its work once: the job, the parallel context,
+both models and the checkpoint functions call it, `distributed_runtime` does not. The patches are process-global: an
 inference engine never shares this process.
 
 Where CUDA is available it changes nothing of torch, and no kernel, collective or generator of Megatron-Core. Three

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -13,7 +13,13 @@ import pytest
 
 from megatron_ppo.collector.collector import Collector
 from megatron_ppo.collector.scoring import ProcessScoring, Scoring, ThreadScoring
-from megatron_ppo.protocol.errors import GenerationError, NonFiniteError, PartDiedError, WaitTimeoutError
+from megatron_ppo.protocol.errors import (
+    EngineAsideError,
+    GenerationError,
+    NonFiniteError,
+    PartDiedError,
+    WaitTimeoutError,
+)
 from megatron_ppo.protocol.ports import Scorer
 from megatron_ppo.protocol.schedule import AsyncSchedule
 from megatron_ppo.protocol.trajectory import Completion, Prompt, PromptGroup, SamplingSettings
@@ -41,6 +47,7 @@ class Run:
         scoring_deadline_s: float = LONG_S,
         max_retries: int = 0,
         max_generation_failures: int = 0,
+        engine_ready: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.schedule = AsyncSchedule(max_num_steps=steps, max_trajectory_age_steps=age)
         self.buffer = PromptGroupBuffer(
@@ -65,6 +72,7 @@ class Run:
             retry_backoff_s=0.001,
             max_generation_failures=max_generation_failures,
             reserve_timeout_s=0.05,
+            **({} if engine_ready is None else {"engine_ready": engine_ready}),
         )
 
     async def open(self, step: int) -> None:
@@ -201,6 +209,38 @@ def test_a_client_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch
             await run.open(0)
             with pytest.raises(PartDiedError, match="did not answer for prompt ordinal"):
                 await task
+
+    asyncio.run(scenario())
+
+
+def test_the_wait_for_an_engine_is_in_no_deadline_and_no_failed_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where an engine that serves turns the request away, and the others are being built."""
+    monkeypatch.setattr("megatron_ppo.collector.rollout.DEADLINE_GRACE_S", 0.05)
+    serves = asyncio.Event()
+
+    class Aside(FakeEngine):
+        async def generate(self, *args: Sequence[int], **kwargs: object) -> list[Completion]:
+            if serves.is_set():
+                return await super().generate(*args, **kwargs)  # type: ignore[arg-type]
+            turned_away.append(tuple(args[0]))
+            raise EngineAsideError("no engine serves at the moment")
+
+    async def ready() -> None:
+        if turned_away:  # the first time it looks as if one served
+            await serves.wait()
+
+    turned_away: list[tuple[int, ...]] = []
+
+    async def scenario() -> None:
+        run = Run(engine=Aside(), deadline_s=0.5, engine_ready=ready)
+        async with collecting(run):
+            await run.open(0)
+            await asyncio.sleep(1.0)  # longer than the deadline with its grace
+            serves.set()
+            assert len(await run.take(0)) == PROMPTS
+        assert turned_away and (run.collector.stats().failures, run.collector.stats().retries) == (0, 0)
 
     asyncio.run(scenario())
 
@@ -380,7 +420,8 @@ def test_failures_of_a_prompt_are_counted_over_a_resume() -> None:
         async def generate(self, *args: Sequence[int], **kwargs: object) -> list[Completion]:
             if tuple(args[0]) in self.failing:
                 succeeded = len(self.requests)
-                await until(lambda: len(self.requests) > succeeded, "another prompt succeeds meanwhile")
+                # More than its neighbours of the same turn, which may have begun only.
+                await until(lambda: len(self.requests) > succeeded + 3, "another prompt succeeds meanwhile")
                 raise GenerationError("never works")
             return await super().generate(*args, **kwargs)  # type: ignore[arg-type]
 
