@@ -135,10 +135,12 @@ def _leave_a_slow_one_out(group: InferenceGroup, models) -> None:
         sampling = SamplingSettings(max_new_tokens=tokens)
         return asyncio.run(client.generate(prompt, seeds=range(4), sampling=sampling, deadline_s=300))
 
+    os.kill(core, signal.SIGSTOP)  # first, or the requests may be done before anybody looks
     threading.Thread(target=lambda: answers.put(ask(400)), daemon=True).start()
+    deadline = time.monotonic() + 60
     while group.health()[1].running < 4:
+        assert time.monotonic() < deadline, "the requests never ran"
         time.sleep(0.01)
-    os.kill(core, signal.SIGSTOP)
     source._model = models[1]
     started = time.monotonic()
     stragglers = [refit.push(version=version)["refit/stragglers"] for version in (2, 3)]
