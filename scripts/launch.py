@@ -28,9 +28,9 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, Worke
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 
+from megatron_ppo.protocol.signals import ENDING_SIGNALS
 from megatron_ppo.transport.tcp_stores import is_loopback, listener_on, store_at
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAME_REQUEST_S = 1.0
 """A batch system may signal a whole process group and the launcher by itself."""
 
@@ -119,6 +119,6 @@ def main(words: list[str]) -> None:
 if __name__ == "__main__":
     handler = PassedOn()
     end_once_told(handler)
-    for number in SIGNALS:
+    for number in ENDING_SIGNALS:
         signal.signal(number, handler)
     main(sys.argv[1:])
