@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from megatron_ppo.chaos.fault_log import Attempts, FaultLog
 from megatron_ppo.protocol.errors import RefitError
 from megatron_ppo.protocol.faults import FaultKind, FaultPlan
-from megatron_ppo.protocol.replicas import PausedEngines
+from megatron_ppo.protocol.replicas import PausedEngines, PauseMode
 from megatron_ppo.protocol.weights import RefitGroupSpec, WeightManifest
 from megatron_ppo.refit.fleet import EngineFleet, PendingCalls
 
@@ -48,7 +47,7 @@ class FaultyFleet:
         return self._fleet.join_refit_group(spec)
 
     def begin_refit(
-        self, *, mode: Literal["drain", "keep"], timeout_s: float, patience_s: float | None = None
+        self, *, mode: PauseMode, timeout_s: float, patience_s: float | None = None
     ) -> PausedEngines:
         """See `EngineFleet.begin_refit`."""
         return self._fleet.begin_refit(mode=mode, timeout_s=timeout_s, patience_s=patience_s)

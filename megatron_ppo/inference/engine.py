@@ -19,7 +19,7 @@ import os
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
@@ -47,6 +47,7 @@ from megatron_ppo.protocol.errors import (
     MegatronPPOError,
     RefitError,
 )
+from megatron_ppo.protocol.replicas import PauseMode
 from megatron_ppo.protocol.trajectory import Completion, GroupRequest, SamplingSettings
 from megatron_ppo.protocol.weights import RefitGroupSpec, WeightManifest
 
@@ -54,7 +55,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _Request = tuple[list[int], SamplingParams]
-RefitMode = Literal["drain", "keep"]
 _WATCH_PERIOD_S = 0.5
 _PREPARING_POLL_S = 0.005
 
@@ -125,7 +125,7 @@ class VllmEngine:
         self._llm: AsyncLLM | None = None
         self._request_ids = itertools.count()
         self._refits = 0
-        self._refit_mode: RefitMode | None = None
+        self._refit_mode: PauseMode | None = None
         self._stands_aside = False
         self._weights_complete = False
         self._committed = False
@@ -330,7 +330,7 @@ class VllmEngine:
             request = WeightTransferInitRequest(init_info=asdict(spec))
             await self._while_alive(self._live().init_weight_transfer_engine(request))
 
-    async def begin_refit(self, *, mode: RefitMode, timeout_s: float) -> None:
+    async def begin_refit(self, *, mode: PauseMode, timeout_s: float) -> None:
         """Stop sampling so that weights can change.
 
         "drain" lets running requests finish under the old weights; "keep" freezes them where they are, and

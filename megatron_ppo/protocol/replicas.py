@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any, Literal
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,10 @@ class ReplicaStatus:
     version: int | None
     in_transfer: bool = False
     slow: bool = False
+
+
+PauseMode = Literal["drain", "keep"]
+"""How a refit pauses an engine: its running requests finish first, or are frozen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,14 +197,14 @@ class ReplicaTable:
         with self._changed:
             for member in members:
                 if self._is_current(member) and self._state(member) is ReplicaState.STALE:
-                    self._replicas[member.replica] = replace(self._replicas[member.replica], slow=True)
+                    self._change(member.replica, slow=True)
             self._changed.notify_all()
 
     def has_paused(self, member: Member) -> None:
         """It is not slow any more: the next refit addresses it. Harmless when repeated, and about an earlier life."""
         with self._changed:
             if self._is_current(member) and self._replicas[member.replica].slow:
-                self._replicas[member.replica] = replace(self._replicas[member.replica], slow=False)
+                self._change(member.replica, slow=False)
                 logger.info("engine replica %d has paused and waits for the current version", member.replica)
                 self._changed.notify_all()
 
@@ -241,7 +246,7 @@ class ReplicaTable:
 
     def _count_death(self, replica: int, cause: str) -> None:
         status = self._replicas[replica]
-        self._replicas[replica] = replace(status, deaths=status.deaths + 1, version=None)
+        self._change(replica, deaths=status.deaths + 1, version=None)
         self._set(replica, ReplicaState.DEAD)
         left = self._max_restarts - status.deaths
         logger.warning("engine replica %d died: %s; %d restarts left", replica, cause, max(0, left))
@@ -252,7 +257,7 @@ class ReplicaTable:
     def _set(self, replica: int, state: ReplicaState, *, version: int | None = None) -> None:
         before = self._replicas[replica]
         kept = before.version if version is None else version
-        self._replicas[replica] = replace(before, state=state, version=kept, in_transfer=False, slow=False)
+        self._change(replica, state=state, version=kept, in_transfer=False, slow=False)
         # Every refit pauses everybody; what is told is who comes and goes.
         level = (
             logging.DEBUG if before.version is not None and state is not ReplicaState.DEAD else logging.INFO
@@ -261,10 +266,12 @@ class ReplicaTable:
         logger.log(level, "engine replica %d: %s → %s%s", replica, before.state, state, served)
         self._changed.notify_all()
 
+    def _change(self, replica: int, **changes: Any) -> None:
+        self._replicas[replica] = replace(self._replicas[replica], **changes)
+
     def _mark(self, member: Member, *, in_transfer: bool) -> None:
         if self._is_current(member) and self._state(member) is not ReplicaState.DEAD:
-            before = self._replicas[member.replica]
-            self._replicas[member.replica] = replace(before, in_transfer=in_transfer)
+            self._change(member.replica, in_transfer=in_transfer)
 
     def _is_current(self, member: Member) -> bool:
         return self._replicas[member.replica].deaths == member.deaths

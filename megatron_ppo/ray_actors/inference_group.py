@@ -20,19 +20,17 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from megatron_ppo.protocol.errors import EngineDeadError, MegatronPPOError, WaitTimeoutError
-from megatron_ppo.protocol.replicas import Member, PausedEngines, ReplicaState, ReplicaTable
+from megatron_ppo.protocol.replicas import Member, PausedEngines, PauseMode, ReplicaState, ReplicaTable
 from megatron_ppo.protocol.trajectory import Completion, GroupRequest, SamplingSettings
 from megatron_ppo.protocol.weights import RefitGroupSpec, WeightManifest
 from megatron_ppo.ray_actors.engine_actor import EngineActor
 from megatron_ppo.ray_actors.engine_client import RayEngineClient, replica_errors
-from megatron_ppo.ray_actors.pauses import PauseMode, Pauses
+from megatron_ppo.ray_actors.pauses import GRACE_S, Pauses
 from megatron_ppo.ray_actors.replica_processes import ReplicaProcesses
 
 logger = logging.getLogger(__name__)
 
 VLLM_ENGINE = "megatron_ppo.inference.engine.VllmEngine"
-# The engine keeps its own deadlines; this much later its silence itself is the error.
-_GRACE_S = 30.0
 _SHUTDOWN_S = 15.0
 _POLL_S = 0.5
 _IDENTITY_S = 5.0
@@ -206,7 +204,7 @@ class InferenceGroup:
         self._call_all("start", what="the engines to start").wait(timeout_s=self._start_timeout_s)
         for replica, handle in enumerate(self._handles):
             with replica_errors(replica, "its start"):
-                self._identities[replica] = ray.get(handle.identity.remote(), timeout=_GRACE_S)
+                self._identities[replica] = ray.get(handle.identity.remote(), timeout=GRACE_S)
                 self._remember_processes(replica)
             self.table.built(replica)
 
@@ -278,9 +276,8 @@ class InferenceGroup:
         """Ray has seen by itself that a process died; that a core died in a living process it does not know."""
         handle, before = self._handles[replica], self._identities[replica]
         found: str | None = None
-        if not self._processes.were_killed(
-            replica
-        ):  # one that is being started answers as little as one that hangs
+        # One that is being started answers as little as one that hangs.
+        if not self._processes.were_killed(replica):
             found = before
             with suppress(GetTimeoutError):
                 found = _identity(handle)
@@ -301,7 +298,7 @@ class InferenceGroup:
 
     def _remember_processes(self, replica: int) -> None:
         handle = self._handles[replica]
-        found = ray.get(handle.processes.remote(), timeout=_GRACE_S)
+        found = ray.get(handle.processes.remote(), timeout=GRACE_S)
         self._processes.remember(self.table.member(replica), found)
 
     def end_silent(self, *, deadline_s: float) -> None:
@@ -355,7 +352,7 @@ class InferenceGroup:
         Those of a replica that dies meanwhile are dealt again.
         Raises: GenerationError, WaitTimeoutError; EngineDeadError when no replica serves.
         """
-        deadline = time.monotonic() + deadline_s + _GRACE_S
+        deadline = time.monotonic() + deadline_s + GRACE_S
         requests = [
             GroupRequest(prompt_token_ids=tuple(prompt), seeds=(seed,))
             for prompt, seed in zip(prompts, seeds, strict=True)
@@ -393,7 +390,7 @@ class InferenceGroup:
             deadline_s=deadline_s,
             what="the engines to score",
         )
-        scores = calls.results(timeout_s=deadline_s + _GRACE_S)
+        scores = calls.results(timeout_s=deadline_s + GRACE_S)
         return {member.replica: rows for member, rows in zip(members, scores, strict=True)}
 
     def _serving(self, what: str) -> tuple[Member, ...]:

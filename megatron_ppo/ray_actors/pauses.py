@@ -14,15 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from megatron_ppo.protocol.errors import MegatronPPOError, WaitTimeoutError
-from megatron_ppo.protocol.replicas import Member, ReplicaTable
+from megatron_ppo.protocol.replicas import Member, PauseMode, ReplicaTable
 
 logger = logging.getLogger(__name__)
 
-PauseMode = Literal["drain", "keep"]
-# The engine keeps the limit itself; this much later its silence itself is the error.
+# An engine keeps its limits itself; this much later its silence itself is the error.
 GRACE_S = 30.0
 
 

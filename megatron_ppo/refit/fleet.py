@@ -8,9 +8,9 @@ inside it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
-from megatron_ppo.protocol.replicas import PausedEngines
+from megatron_ppo.protocol.replicas import PausedEngines, PauseMode
 from megatron_ppo.protocol.weights import RefitGroupSpec, WeightManifest
 
 
@@ -44,7 +44,7 @@ class EngineFleet(Protocol):
         ...
 
     def begin_refit(
-        self, *, mode: Literal["drain", "keep"], timeout_s: float, patience_s: float | None = None
+        self, *, mode: PauseMode, timeout_s: float, patience_s: float | None = None
     ) -> PausedEngines:
         """Stop sampling everywhere. Who has not after `patience_s` (None: wait for all) is slow and takes no part, if
         another one is ready by then; otherwise the first that is ready ends the wait.

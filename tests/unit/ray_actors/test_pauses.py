@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from megatron_ppo.protocol.errors import EngineDeadError, RefitError, WaitTimeoutError
-from megatron_ppo.protocol.replicas import Member, ReplicaState, ReplicaTable
-from megatron_ppo.ray_actors.pauses import GRACE_S, PauseMode, Pauses
+from megatron_ppo.protocol.replicas import Member, PauseMode, ReplicaState, ReplicaTable
+from megatron_ppo.ray_actors.pauses import GRACE_S, Pauses
 
 DEAD, STALE, HEALTHY = ReplicaState.DEAD, ReplicaState.STALE, ReplicaState.HEALTHY
 PATIENCE_S, TIMEOUT_S = 10.0, 100.0
