@@ -122,9 +122,8 @@ def _weights(folder: Path) -> str:
     stride = -(-total // READ_WHOLE_BYTES) or 1
     started = time.monotonic()
     digest = hashlib.sha256()
-    with ThreadPoolExecutor(
-        _THREADS, thread_name_prefix="model-digest"
-    ) as pool:  # hashing lets go of the GIL
+    # Threads, because hashing lets go of the interpreter lock.
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="model-digest") as pool:
         contents = pool.map(
             lambda tensor: _content(folder / file_of[tensor], spans[tensor], stride=stride), spans
         )

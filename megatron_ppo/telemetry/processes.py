@@ -20,9 +20,8 @@ def start_time(pid: int) -> str | None:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return (
-        None if fields[0] == "Z" else fields[19]
-    )  # a zombie only waits for a parent that collects its exit code
+    # A zombie only waits for a parent that collects its exit code.
+    return None if fields[0] == "Z" else fields[19]
 
 
 def kill(started: Mapping[int, str]) -> None:
