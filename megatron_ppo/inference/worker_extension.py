@@ -110,10 +110,11 @@ class BroadcastWeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Confirm the manifest, then load bucket after bucket; the next one arrives meanwhile."""
         if self._group is None:
             raise RefitError("no refit group has been joined; join_refit_group comes first")
-        for tensors in receive_stream(self._group, _manifest(update_info)):
-            loaded = self.model.load_weights(iter(tensors))
-            # A model whose loader reports nothing cannot be checked for completeness.
-            self._loaded = None if loaded is None or self._loaded is None else self._loaded | set(loaded)
+        buckets = receive_stream(self._group, _manifest(update_info))
+        # One call for all: each one walks the whole model before it loads anything.
+        loaded = self.model.load_weights(tensor for tensors in buckets for tensor in tensors)
+        # A model whose loader reports nothing cannot be checked for completeness.
+        self._loaded = None if loaded is None else set(loaded)
 
     def _check_complete(self) -> None:
         if self._loaded is not None and (missing := self._expected - self._loaded):
