@@ -42,6 +42,8 @@ _JOINED = "joined"
 _ALL_HERE = "all_here"
 _ABANDONED_LOOK_S = 0.5
 _CAUSE_GRACE_S = 3.0
+# How often a receiver says how far it is: seldom enough to cost nothing, often enough to name the one that stands still.
+_PROGRESS_S = 0.1
 # A healthy receiver also waits for one that stands still. The sender, which knows who that is, gives up first.
 _RECEIVER_PATIENCE = 1.25
 _BACKEND_PATIENCE = 2.0
@@ -138,6 +140,7 @@ class BroadcastGroup:
         self._transfer = 0
         self._moving = 0
         self._received = 0
+        self._next_progress_at = 0.0
 
     def _await_receivers(self, present: dist.Store, check_peers: CheckPeers | None) -> None:
         keys = [f"{_JOINED}/{receiver}" for receiver in range(1, self.spec.world_size)]
@@ -225,22 +228,32 @@ class BroadcastGroup:
 
     def _finish(self, work: dist.Work, num_bytes: int, check_peers: CheckPeers | None) -> None:
         what = f"the broadcast of {num_bytes} bytes"
+        receives = self.rank != SENDER_RANK
+        while_waiting = self._publish_progress if receives else check_peers
         with self._transfer_errors(num_bytes):
             if self.spec.backend == "gloo":
-                self._poll(lambda: _gloo_is_done(work), what, check_peers, sleeps=False)
+                self._poll(lambda: _gloo_is_done(work), what, while_waiting, sleeps=False)
             else:
-                self._poll(work.is_completed, what, check_peers)
+                self._poll(work.is_completed, what, while_waiting)
             work.wait()
         self._moving -= 1
-        if self.rank != SENDER_RANK:
+        if receives:
             self._received += 1
-            self.publish(f"received/{self.rank}", str(self._received))
+            self._publish_progress()
         if self.device.type == "cuda":
             # wait() only orders the current stream behind NCCL; the caller overwrites or frees the buffer.
             torch.cuda.current_stream(self.device).synchronize()
 
+    def _publish_progress(self) -> None:
+        if (now := time.monotonic()) >= self._next_progress_at:
+            self._next_progress_at = now + _PROGRESS_S
+            self.publish(f"received/{self.rank}", str(self._received))
+
     def slowest_receivers(self) -> str:
-        """Which receivers have finished the fewest broadcasts of this transfer, for the sender's errors."""
+        """Which receivers have finished the fewest broadcasts of this transfer, for the sender's errors.
+
+        Who waits for more has said so; of one that stands still, the last ones may be missing.
+        """
         counts = {
             rank: int(self.published(f"received/{rank}") or 0) for rank in range(1, self.spec.world_size)
         }
@@ -293,6 +306,7 @@ class BroadcastGroup:
     def _next_transfer(self) -> int:
         self._transfer += 1
         self._received = 0
+        self._next_progress_at = 0.0
         return self._transfer
 
     def _poll(
