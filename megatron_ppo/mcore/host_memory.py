@@ -19,7 +19,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -114,16 +114,17 @@ class RemoteShard:
             return
         inner = min(_contiguous_dims(part), _contiguous_dims(into))
         block = math.prod(part.shape[part.dim() - inner :]) * part.element_size()
-        source = _starts(part, inner) + self._start
-        target = _starts(into, inner) + into.data_ptr() - int(into.storage_offset()) * into.element_size()
+        start = self._start + int(part.storage_offset()) * part.element_size()
+        local = _spans(into, inner, start=into.data_ptr(), num_bytes=block)
         gapless = _contiguous_dims(part) == part.dim()
-        for first in range(0, len(target), _SPANS):
-            local = _spans(target[first : first + _SPANS], block)
-            if gapless:
-                remote = _spans(source[first : first + 1], block * len(local))
+        remote = None if gapless else _spans(part, inner, start=start, num_bytes=block)
+        for first in range(0, len(local), _SPANS):
+            places = local[first : first + _SPANS]
+            if remote is None:
+                source = np.array([[start + first * block, len(places) * block]], dtype=np.int64)
             else:
-                remote = _spans(source[first : first + _SPANS], block)
-            _read(self._process, local, remote)
+                source = remote[first : first + _SPANS]
+            _read(self._process, places, source, num_bytes=len(places) * block)
 
 
 def let_rank_0_read() -> None:
@@ -213,27 +214,31 @@ def _contiguous_dims(tensor: Tensor) -> int:
     return count
 
 
-def _starts(tensor: Tensor, inner: int) -> NDArray[np.int64]:
-    """Bytes from the start of the storage to each block of the `inner` last dimensions, in order."""
-    offsets = np.array([tensor.storage_offset()], dtype=np.int64)
+def _spans(tensor: Tensor, inner: int, *, start: int, num_bytes: int) -> NDArray[np.int64]:
+    """struct iovec [n, 2], address and length, of the blocks of the `inner` last dimensions, the first at `start`."""
     outer = tensor.dim() - inner
-    for size, stride in zip(tensor.shape[:outer], tensor.stride()[:outer], strict=True):
-        offsets = (offsets[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
-    return offsets * tensor.element_size()
+    offsets = _offsets(tuple(tensor.shape[:outer]), tuple(tensor.stride()[:outer]))
+    spans = np.empty((len(offsets), 2), dtype=np.int64)
+    spans[:, 0] = offsets * tensor.element_size() + start
+    spans[:, 1] = num_bytes
+    return spans
 
 
-def _spans(starts: NDArray[np.int64], num_bytes: int) -> NDArray[np.int64]:
-    """struct iovec [n, 2]: address and length."""
-    return np.stack([starts, np.full_like(starts, num_bytes)], axis=1)
+@lru_cache(maxsize=256)
+def _offsets(shape: tuple[int, ...], stride: tuple[int, ...]) -> NDArray[np.int64]:
+    """[n] elements from the first block to each. Kept: the layers of a model share their shapes."""
+    offsets = np.zeros(1, dtype=np.int64)
+    for size, step in zip(shape, stride, strict=True):
+        offsets = (offsets[:, None] + np.arange(size, dtype=np.int64) * step).reshape(-1)
+    return offsets
 
 
-def _read(process: int, local: NDArray[np.int64], remote: NDArray[np.int64]) -> None:
+def _read(process: int, local: NDArray[np.int64], remote: NDArray[np.int64], *, num_bytes: int) -> None:
     """Fill the local spans from the remote ones. Raises: OSError."""
-    total = int(local[:, 1].sum())
     count = _libc().process_vm_readv(
         process, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0
     )
-    if count != total:
+    if count != num_bytes:
         number = ctypes.get_errno() if count < 0 else errno.EFAULT
         raise OSError(number, f"reading the memory of process {process}: {os.strerror(number)}")
 
