@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import socket
 import subprocess
@@ -48,7 +49,7 @@ from megatron_ppo.ray_actors.cluster import start_local_cluster
 from megatron_ppo.refit.agreement import agreement_over
 from megatron_ppo.refit.broadcast import BroadcastRefit
 from megatron_ppo.telemetry.process_log import redirect_process_output
-from megatron_ppo.transport.broadcast_group import BroadcastGroup, BroadcastStore
+from megatron_ppo.transport.broadcast_group import BroadcastGroup, BroadcastStore, CheckPeers
 from megatron_ppo.transport.streams import broadcast_sizes, manifest_for, send_stream
 
 TIMEOUT_S = 120.0
@@ -57,7 +58,7 @@ TRANSFER_BOUND = 0.8
 """Least speed of the transport alone, as a share of the raw broadcast's."""
 REFIT_BOUND = 1.15
 """Longest refit, in units of raw broadcast + reload."""
-_UNMEASURED = 2
+_UNMEASURED = 4
 """First rounds: joining the group, first touch of buffers."""
 _PHASES = ("refit/drain_s", "refit/transfer_s", "refit/pause_s", "refit/total_s")
 
@@ -218,6 +219,7 @@ def _measure_engines(job: Job, engines: str) -> dict[str, dict[str, Any]]:
             with _case(job, TRAINERS[trainer], group) as case:
                 rounds = [case.measure() for _ in range(_UNMEASURED + job.options.repeats)][_UNMEASURED:]
                 peak = case.peak_bytes()
+            gc.collect()  # a policy is a ring of references
             if group is not None:
                 results[row] = {
                     **_summary(rounds),
@@ -328,7 +330,7 @@ class _Sender:
         self._transport_store = BroadcastStore(timeout_s=TIMEOUT_S)
         spec = self._transport_store.spec(generation=1, rank_offset=1, world_size=members)
         joining = group.bench_join("bench_join_stream", asdict(spec), asdict(self._manifest))
-        self._stream = BroadcastGroup(
+        self._stream = _TimedGroup(
             spec, rank=SENDER, device=torch.device("cpu"), store=self._transport_store
         )
         joining.wait(timeout_s=TIMEOUT_S)
@@ -358,24 +360,20 @@ class _Sender:
 
     def _streamed(self, tensors: Iterator[torch.Tensor]) -> float:
         receiving = self._group.bench("bench_receive_stream")
-        # As between the barriers of the raw broadcast: from the moment at which all receivers are there.
-        waiting = _Waiting(tensors)
-        send_stream(self._stream, self._manifest, waiting, check_peers=receiving.raise_if_failed)
+        send_stream(self._stream, self._manifest, tensors, check_peers=receiving.raise_if_failed)
         ended = time.perf_counter()
         receiving.wait(timeout_s=TIMEOUT_S)
-        return ended - waiting.started
+        return ended - self._stream.accepted_at
 
 
-class _Waiting(Iterator[torch.Tensor]):
-    """The tensors; `started` is when the first one is asked for, right after all receivers accepted the manifest."""
+class _TimedGroup(BroadcastGroup):
+    """`accepted_at` is when all receivers were there: what the first barrier of the raw broadcast is to it."""
 
-    def __init__(self, tensors: Iterator[torch.Tensor]) -> None:
-        self._tensors = tensors
-        self.started = 0.0
+    accepted_at = 0.0
 
-    def __next__(self) -> torch.Tensor:
-        self.started = self.started or time.perf_counter()
-        return next(self._tensors)
+    def offer_manifest(self, digest: str, *, check_peers: CheckPeers | None = None) -> None:
+        super().offer_manifest(digest, check_peers=check_peers)
+        self.accepted_at = time.perf_counter()
 
 
 def _summary(rounds: list[Rounds]) -> dict[str, Any]:

@@ -46,11 +46,11 @@ def send_stream(
     *,
     check_peers: CheckPeers | None = None,
 ) -> None:
-    """Offer the manifest, then send `tensors` in its order; returns when every receiver has all bytes.
+    """Offer the manifest, and send `tensors` in its order when all receivers have accepted it.
 
+    Returns when every receiver has all bytes. The first bucket is prepared while the receivers get ready.
     Raises: RefitError, WaitTimeoutError, or what `check_peers` or the source raises. The group is unusable then.
     """
-    group.offer_manifest(manifest.digest(), check_peers=check_peers)
     in_flight: deque[PendingBroadcast] = deque()
     halves = _Halves(manifest, group.device)
     layer_bytes = largest_layer_bytes(manifest.tensors)
@@ -69,6 +69,8 @@ def send_stream(
         else:
             payload = pack_bucket(bucket, tensors, halves.next())
         travelling_bytes = 0 if halves.owns(payload) else payload.numel()
+        if index == 0:
+            group.offer_manifest(manifest.digest(), check_peers=check_peers)
         _publish_checksums(group, manifest, index, bucket, payload)
         for piece in torch.split(payload, manifest.bucket_bytes):
             wait_for_all_but(1)
