@@ -16,12 +16,13 @@ from collections.abc import Iterator
 
 from megatron_ppo.protocol.errors import MegatronPPOError
 from megatron_ppo.replay.ledger_report import pending
-from megatron_ppo.telemetry.heartbeat import SILENT_AFTER_S, read_beats
+from megatron_ppo.telemetry.heartbeat import SILENT_AFTER_S, Beat, read_beats
 from megatron_ppo.telemetry.run_dir import RunDirectory
 from megatron_ppo.telemetry.run_status import describe_beat
 
 logger = logging.getLogger(__name__)
 
+RANK = "trainer_rank_"
 MAX_PROMPTS = 8
 MAX_FRAMES = 12
 
@@ -29,6 +30,32 @@ MAX_FRAMES = 12
 def diagnosis(directory: RunDirectory) -> str:
     """Every process with the age of its last sign of life and what it said, then the open prompts."""
     return "\n".join(["processes:", *_processes(directory), "open prompts:", *_open_prompts(directory)])
+
+
+def absent_ranks(directory: RunDirectory, *, stage: str, step: int | None) -> str:
+    """Which other trainer ranks keep rank 0 waiting in `stage`, the first one of step `step`, and how that is seen.
+
+    A rank that gives no sign of life is to blame also for those that it keeps from coming.
+    """
+    now_unix_s = time.time()
+    others = [
+        beat
+        for beat in read_beats(directory.heartbeats_dir)
+        if beat.process.startswith(RANK) and beat.process != f"{RANK}0"
+    ]
+    silent = [beat.process for beat in others if beat.age_s(now_unix_s) > SILENT_AFTER_S]
+    if silent:
+        return f"no sign of life of {', '.join(silent)}"
+    if missing := [beat.process for beat in others if not _has_come(beat, stage=stage, step=step)]:
+        return f"the other ranks wait for {', '.join(missing)}"
+    return "all ranks give signs of life and wait: look at the network between them"
+
+
+def _has_come(beat: Beat, *, stage: str, step: int | None) -> bool:
+    """Whether a rank waits with rank 0, or is beyond: it may hear rank 0 before others do."""
+    if beat.detail.get("step") != step:
+        return False  # no rank begins another step while rank 0 is in this one
+    return beat.detail.get("stage") != stage or beat.detail.get("in_meeting") is True
 
 
 def main_thread_stack() -> str:

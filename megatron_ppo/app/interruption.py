@@ -50,7 +50,8 @@ class Interruptions:
         """
         highest = torch.tensor([self._signum])
         if self._world_size > 1:
-            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._group)
+            with self._rank_zero.meeting():
+                dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._group)
         if signum := int(highest.item()):
             raise StopRequested(f"stopped by {signal.Signals(signum).name}")
         self._rank_zero.run("the watch over the run's processes", raise_if_failed)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megatron_ppo.app.actors import RunActors, run_actors
 from megatron_ppo.app.companions import read_companions
 from megatron_ppo.app.determinism import check_determinism
-from megatron_ppo.app.diagnosis import diagnosis, main_thread_stack
+from megatron_ppo.app.diagnosis import absent_ranks, diagnosis, main_thread_stack
 from megatron_ppo.app.identity import run_identity
 from megatron_ppo.app.interruption import Interruptions
 from megatron_ppo.app.kernels import choose_kernels
@@ -75,7 +75,10 @@ def run_job(config: RunConfig, derived: Derived, *, alter: Callable[[Parts], Par
         control = dist.new_group(
             backend="gloo", timeout=datetime.timedelta(seconds=control_timeout_s(config))
         )
-        rank_zero = RankZero(rank=runtime.rank, world_size=runtime.world_size, group=control)
+        stages = StageClock()
+        rank_zero = RankZero(
+            rank=runtime.rank, world_size=runtime.world_size, group=control, meeting=stages.meeting
+        )
         with contextlib.ExitStack() as stack:
             try:
                 run, directory = stack.enter_context(_run_directory(config, rank_zero, runtime.rank))
@@ -86,7 +89,6 @@ def run_job(config: RunConfig, derived: Derived, *, alter: Callable[[Parts], Par
             log_path = directory.log_path(f"trainer_rank_{runtime.rank}")
             level = logging.getLevelNamesMapping()[config.telemetry.log_level]
             with redirect_process_output(log_path, level=level) as terminal:
-                stages = StageClock()
                 heartbeat = Heartbeat(
                     directory.heartbeat_path(f"trainer_rank_{runtime.rank}"), describe=stages.describe
                 )
@@ -236,17 +238,22 @@ class _Job:
         if not self.config.watchdog.enabled:
             return contextlib.nullcontext()
         return Watchdog(
-            stages=self.stages, deadlines=stage_deadlines(self.config), on_overdue=self._is_stuck
+            stages=self.stages,
+            deadlines=stage_deadlines(self.config, rank=self.runtime.rank),
+            on_overdue=self._is_stuck,
         ).in_thread()
 
     def _is_stuck(self, overdue: Overdue) -> None:
         """Told by the watchdog's thread. Never returns."""
+        cause = str(overdue)
+        if overdue.in_meeting:
+            cause += f": {absent_ranks(self.directory, stage=overdue.stage, step=overdue.step)}"
         details = f"{diagnosis(self.directory)}\n{main_thread_stack()}"
-        logger.error("%s\n%s", overdue, details)
+        logger.error("%s\n%s", cause, details)
         if self.runtime.rank == 0:
-            self.abandon(f"trainer rank 0: {overdue}", details=details)
+            self.abandon(f"trainer rank 0: {cause}", details=details)
         time.sleep(RANK_ZERO_SPEAKS_S)
-        self.outcome.fail_here(f"{overdue}\n{details}")
+        self.outcome.fail_here(f"{cause}\n{details}")
         os._exit(FAILED)
 
     def can_wait(self) -> bool:

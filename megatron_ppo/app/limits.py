@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_ppo.config.schema import RunConfig
+from megatron_ppo.telemetry.metrics import WAIT_TIMER
 from megatron_ppo.telemetry.watchdog import Deadlines
 
 ENDING = "ending"
@@ -10,6 +11,9 @@ ENDING = "ending"
 
 GENERATION_TIMEOUT_S = 600.0
 """Limit of one validation or probe; the engines' own deadlines are shorter."""
+MEETING_S = 90.0
+"""How long rank 0, in the wait for groups, waits for ranks that have nothing to do but to wait for it. Longer than the
+largest message takes, which is a step's batch, and than a machine that is short of memory or swaps."""
 CONTROL_MARGIN_S = 120.0
 """Covers the grace that rank 0's waits add to their limits."""
 
@@ -30,11 +34,13 @@ def control_timeout_s(config: RunConfig) -> float:
     return longest + CONTROL_MARGIN_S
 
 
-def stage_deadlines(config: RunConfig) -> Deadlines:
-    """Of every stage that a trainer rank's stage clock may show.
+def stage_deadlines(config: RunConfig, *, rank: int) -> Deadlines:
+    """Of every stage that the stage clock of trainer rank `rank` may show.
 
     The wait for groups, the start and the end have limits of their own, with better messages; the watchdog comes after
-    them.
+    them. In the wait for groups the ranks meet every few seconds. Rank 0 comes last, from the buffer that it asks, or
+    together with the others, from a publication that all take part in: it never waits long for them, however slow
+    generation is. The others wait for it as long as it may wait for groups.
     """
     watchdog, cluster = config.watchdog, config.cluster
     scoring = (watchdog.scoring_s, "watchdog.scoring_s")
@@ -45,11 +51,13 @@ def stage_deadlines(config: RunConfig) -> Deadlines:
         cluster.groups_timeout_s + config.inference.start_timeout_s + watchdog.refit_s
     )
     start_s = 2 * cluster.prepare_timeout_s + config.inference.start_timeout_s + control_timeout_s(config)
+    meeting = (MEETING_S, "the limit of rank 0's wait for the other ranks")
     return Deadlines(
         otherwise=(watchdog.other_s, "watchdog.other_s"),
+        meetings={WAIT_TIMER: meeting} if rank == 0 else {},
         of={
             "starting": (start_s, "the sum of the limits of a start"),
-            "exposed_generation": (wait_s, "the sum of the limits of a wait for groups"),
+            WAIT_TIMER: (wait_s, "the sum of the limits of a wait for groups"),
             "data_processing": scoring,
             "value_inference": scoring,
             "policy_and_reference_logprobs": scoring,

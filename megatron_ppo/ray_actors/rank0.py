@@ -6,12 +6,14 @@ control group, so that no rank is left waiting in a collective that its peers wi
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -41,12 +43,24 @@ ACKNOWLEDGED_WITHIN_S = 10.0
 
 
 class RankZero:
-    """Runs functions on rank 0 and gives every rank the result or the failure."""
+    """Runs functions on rank 0 and gives every rank the result or the failure.
 
-    def __init__(self, *, rank: int, world_size: int, group: dist.ProcessGroup | None) -> None:
+    Attributes:
+        meeting: entered wherever this rank waits for other ranks: rank 0 while it shares a result, not while it acts.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        group: dist.ProcessGroup | None,
+        meeting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
         self._rank = rank
         self._world_size = world_size
         self._group = group
+        self.meeting = meeting
 
     def run(self, what: str, function: Callable[[], T]) -> T:
         """Collective. `function` runs on rank 0 only; with several ranks its result must be picklable.
@@ -56,25 +70,28 @@ class RankZero:
         """
         if self._world_size == 1:
             return function()
-        outcome: list[Any] = [None]
         if self._rank != 0:
-            dist.broadcast_object_list(outcome, src=0, group=self._group)
-            failure, value = outcome[0]
+            failure, value = self._share(None)
             if failure is not None:
                 raise failure(f"rank 0 failed during {what}: {value}")
             return pickle.loads(value)  # type: ignore[no-any-return]
         try:
             result = function()
-            outcome = [(None, _pickled(result, what))]
+            outcome = (None, _pickled(result, what))
         except Exception as caught:  # a process boundary: raised again here and on every other rank
             of_a_part = isinstance(caught, (PartDiedError, WaitTimeoutError))
             failure = PartDiedError if of_a_part else RankZeroFailedError
-            dist.broadcast_object_list(
-                [(failure, f"{type(caught).__name__}: {caught}")], src=0, group=self._group
-            )
+            self._share((failure, f"{type(caught).__name__}: {caught}"))
             raise
-        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        self._share(outcome)
         return result
+
+    def _share(self, outcome: tuple[Any, Any] | None) -> Any:
+        """Collective: the outcome of rank 0, which alone gives one."""
+        shared: list[Any] = [outcome]
+        with self.meeting():
+            dist.broadcast_object_list(shared, src=0, group=self._group)
+        return shared[0]
 
 
 def _pickled(result: object, what: str) -> bytes:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -130,35 +130,45 @@ class StageNow:
 
     Attributes:
         step: number of the row, None outside of steps.   since_monotonic_s: of `time.monotonic`.
-        count: how many stages were entered before it.
+        meeting_since_monotonic_s: since when it waits for nothing but other trainer ranks; None if it does not.
     """
 
     stage: str
     step: int | None
     since_unix_s: float
     since_monotonic_s: float
-    count: int
+    meeting_since_monotonic_s: float | None = None
 
 
 class StageClock:
     """What the main thread of a trainer rank is doing, since when. Written by it, read by other threads.
 
+    Args:
+        monotonic_s: tests give their own.
     Attributes:
         on_change: called by the main thread after each change; must not block.
     """
 
-    def __init__(self, stage: str = "starting") -> None:
-        self._count = 0
+    def __init__(self, stage: str = "starting", *, monotonic_s: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic_s = monotonic_s
         self._now = self._begin(stage, None)  # replaced whole: no lock
         self.on_change: Callable[[], None] | None = None
         self._details: dict[str, Callable[[], str]] = {}  # likewise
 
     def enter(self, stage: str, step: int | None) -> None:
         """Stage `stage` of the row with that number of completed steps has begun."""
-        self._count += 1
         self._now = self._begin(stage, step)
         if self.on_change is not None:
             self.on_change()
+
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Inside the block the main thread waits for nothing but other trainer ranks; the stage goes on."""
+        self._now = replace(self._now, meeting_since_monotonic_s=self._monotonic_s())
+        try:
+            yield
+        finally:
+            self._now = replace(self._now, meeting_since_monotonic_s=None)
 
     def now(self) -> StageNow:
         """The current stage."""
@@ -169,18 +179,23 @@ class StageClock:
         self._details = {**self._details, name: detail}
 
     def describe(self) -> dict[str, object]:
-        """As the heartbeat's detail: `stage`, `step`, `stage_since_unix_s`, and what was added by `tell`."""
+        """As the heartbeat's detail: `stage`, `step`, `stage_since_unix_s`, `in_meeting`, and what `tell` has added."""
         now = self._now
         told = {name: detail() for name, detail in self._details.items()}
-        return {"stage": now.stage, "step": now.step, "stage_since_unix_s": now.since_unix_s, **told}
+        return {
+            "stage": now.stage,
+            "step": now.step,
+            "stage_since_unix_s": now.since_unix_s,
+            "in_meeting": now.meeting_since_monotonic_s is not None,
+            **told,
+        }
 
     def _begin(self, stage: str, step: int | None) -> StageNow:
         return StageNow(
             stage=stage,
             step=step,
             since_unix_s=time.time(),
-            since_monotonic_s=time.monotonic(),
-            count=self._count,
+            since_monotonic_s=self._monotonic_s(),
         )
 
 

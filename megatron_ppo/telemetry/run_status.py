@@ -167,6 +167,8 @@ def describe_beat(beat: Beat, *, now_unix_s: float, may_be_gone: bool) -> str:
     if isinstance(since, (int, float)):
         # As of the last beat: what a process does that no longer beats is not known.
         detail["for"] = _clock(max(0.0, beat.beat_unix_s - since))
+    if detail.pop("in_meeting", False):
+        detail["waits for"] = "other ranks"
     told = ", ".join(f"{key} {value}" for key, value in detail.items() if value is not None)
     return f"{beat.process}: {where}{alive}, last sign {_clock(age_s)} ago" + (f"; {told}" if told else "")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
@@ -20,8 +21,16 @@ def outcomes() -> dict[str, object]:
     with distributed_runtime(timeout_s=TIMEOUT_S):
         rank = dist.get_rank()
         control = dist.new_group(backend="gloo")
-        rank_zero = RankZero(rank=rank, world_size=dist.get_world_size(), group=control)
         calls: list[str] = []
+        meetings: list[str] = []
+
+        @contextmanager
+        def meeting() -> Iterator[None]:
+            meetings.append(f"begun after {len(calls)} calls")
+            yield
+            meetings.append("over")
+
+        rank_zero = RankZero(rank=rank, world_size=dist.get_world_size(), group=control, meeting=meeting)
 
         def noting(value: object) -> Callable[[], object]:
             def function() -> object:
@@ -49,6 +58,7 @@ def outcomes() -> dict[str, object]:
             "raised": raised,
             "after": after,
             "calls": calls,
+            "meetings": meetings,
         }
 
 

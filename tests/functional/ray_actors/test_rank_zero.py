@@ -29,6 +29,10 @@ def test_every_rank_gets_the_result_or_the_failure_of_rank_zero(pair: WorkerGrou
         assert seen["after"] == [1, 2]
     assert zero["calls"] == ["{'step': 4}", "None", "[1, 2]"]
     assert one["calls"] == []
+    # Rank 0 waits for the other one only when it has something to say. The group and the failure are no counted calls.
+    assert zero["meetings"][::2] == [f"begun after {calls} calls" for calls in (1, 1, 2, 2, 3)]
+    assert one["meetings"][::2] == ["begun after 0 calls"] * 5
+    assert zero["meetings"][1::2] == one["meetings"][1::2] == ["over"] * 5
     assert zero["raised"] == "NonFiniteError: the reward is NaN"
     assert one["raised"] == (
         "RankZeroFailedError: rank 0 failed during validation after step 5: NonFiniteError: the reward is NaN"

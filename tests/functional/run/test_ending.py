@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import signal
@@ -13,6 +14,7 @@ import psutil
 import pytest
 from launcher import LAUNCHER, Launched, final_history
 
+from megatron_ppo.app.limits import MEETING_S
 from megatron_ppo.protocol.faults import FaultKind, FaultPlan
 from tests.listening_sockets import listening, open_to_others
 
@@ -151,13 +153,17 @@ def test_a_second_signal_ends_a_run_in_the_middle_of_its_step(launch: Callable[.
     assert job.survivors(within_s=15) == []
 
 
+def _doing(job: Launched, rank: int) -> dict:
+    """What a trainer rank last said of itself."""
+    return json.loads((job.run_dir / "heartbeats" / f"trainer_rank_{rank}.json").read_text())["detail"]
+
+
 def _stop_rank_one_where_rank_zero_waits_in(job: Launched, *stages: str) -> psutil.Process:
-    """Stopped elsewhere, say before a batch is handed out, rank 1 would be waited for in a stage of longer limits."""
+    """Stopped elsewhere, say before a batch is handed out, rank 1 would be waited for with another limit."""
     stopped = job.trainer_rank(1)
-    sign = job.run_dir / "heartbeats" / "trainer_rank_0.json"
 
     def in_stages() -> bool:
-        return json.loads(sign.read_text())["detail"]["stage"] in stages
+        return _doing(job, 0)["stage"] in stages
 
     for _ in range(20):
         job.wait_for(in_stages, "a stage of training", timeout_s=60)
@@ -166,7 +172,20 @@ def _stop_rank_one_where_rank_zero_waits_in(job: Launched, *stages: str) -> psut
         if in_stages():
             return stopped
         stopped.send_signal(signal.SIGCONT)
-    raise AssertionError(f"rank 0 never waited for rank 1 in {stages}: {sign.read_text()}")
+    raise AssertionError(f"rank 0 never waited for rank 1 in {stages}: {_doing(job, 0)}")
+
+
+def _ends_with_a_diagnosis(job: Launched, stopped: psutil.Process, *, within_s: float) -> None:
+    began = time.monotonic()
+    try:
+        job.wait_for(lambda: "no progress for" in job.output, "the diagnosis", timeout_s=within_s + 20)
+        assert time.monotonic() - began < within_s
+        job.wait_for(lambda: "it has no checkpoint yet" in job.output, "the whole message", timeout_s=20)
+    finally:
+        stopped.send_signal(signal.SIGCONT)  # so that torchrun need not wait until it may kill it
+    assert job.wait(timeout_s=60) != 0
+    assert "trainer_rank_1: process" in job.output and "SILENT" in job.output
+    assert "open prompts:" in job.output and "stack of the main thread:" in job.output
 
 
 @pytest.mark.slow
@@ -175,14 +194,38 @@ def test_a_rank_that_stands_still_ends_the_run_with_a_diagnosis(launch: Callable
     job = launch(*ENDLESS, *limits, "checkpoint.period=100000", nproc=2)
     job.wait_for_step(2)
     stopped = _stop_rank_one_where_rank_zero_waits_in(job, "value_training", "policy_training")
-    began = time.monotonic()
+    _ends_with_a_diagnosis(job, stopped, within_s=40)
+    assert job.survivors(within_s=15) == []
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_in_the_wait_for_groups_is_named_though_the_wait_itself_may_last(
+    launch: Callable[..., Launched],
+) -> None:
+    job = launch(*ENDLESS, "checkpoint.period=100000", "collector.scoring_deadline_s=3000", nproc=2)
+    job.wait_for_step(2)
+    # The slowest of reward functions: no group becomes complete any more.
+    scorers = job.find("ray::CollectorActor").children(recursive=True)
+    assert scorers
+    for scorer in scorers:
+        scorer.send_signal(signal.SIGSTOP)
     try:
-        job.wait_for(lambda: "no progress for" in job.output, "the diagnosis", timeout_s=60)
-        assert time.monotonic() - began < 40
-        job.wait_for(lambda: "it has no checkpoint yet" in job.output, "the whole message", timeout_s=20)
+        slow_s = MEETING_S + 20
+        job.wait_for(
+            lambda: (
+                (now := _doing(job, 0))["stage"] == "exposed_generation"
+                and time.time() - now["stage_since_unix_s"] > slow_s
+            ),
+            "a wait that is longer than the ranks wait for each other",
+            timeout_s=slow_s + 60,
+        )
+        assert "no progress for" not in job.output
+        stopped = job.trainer_rank(1)
+        stopped.send_signal(signal.SIGSTOP)
+        _ends_with_a_diagnosis(job, stopped, within_s=MEETING_S + 30)
     finally:
-        stopped.send_signal(signal.SIGCONT)  # so that torchrun need not wait until it may kill it
-    assert job.wait(timeout_s=60) != 0
-    assert "trainer_rank_1: process" in job.output and "SILENT" in job.output
-    assert "open prompts:" in job.output and "stack of the main thread:" in job.output
+        for scorer in scorers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                scorer.send_signal(signal.SIGCONT)
+    assert "no sign of life of trainer_rank_1\n" in job.output
     assert job.survivors(within_s=15) == []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ppo.app.diagnosis import MAX_PROMPTS, diagnosis, explain, main_thread_stack
+from megatron_ppo.app.diagnosis import MAX_PROMPTS, absent_ranks, diagnosis, explain, main_thread_stack
 from megatron_ppo.protocol.errors import RefitError, WaitTimeoutError
 from megatron_ppo.protocol.schedule import AsyncSchedule
 from megatron_ppo.replay.buffer import PromptGroupBuffer
@@ -49,6 +49,46 @@ def test_a_diagnosis_names_the_silent_process_and_the_open_prompts(tmp_path: Pat
     assert "ordinal 0: " in text and "(generation failed: no answer in 120 s)" in text
     assert sum("ordinal " in line for line in lines) == MAX_PROMPTS
     assert f"and {3 * PROMPTS - MAX_PROMPTS} more: scripts/ledger.py {tmp_path} pending" in text
+
+
+def absent_of(folder: Path, *ranks: tuple[str, int, bool, float]) -> str:
+    """What rank 0 says in stage exposed_generation of step 3; per rank stage, step, in_meeting, age of its beat (s)."""
+    directory = RunDirectory(path=folder)
+    for rank, (stage, step, in_meeting, age_s) in enumerate(ranks):
+        path = directory.heartbeat_path(f"trainer_rank_{rank}")
+        detail = {"stage": stage, "step": step, "in_meeting": in_meeting}
+        Heartbeat(path, describe=lambda detail=detail: detail).beat()
+        beat = json.loads(path.read_text())
+        path.write_text(json.dumps({**beat, "beat_unix_s": beat["beat_unix_s"] - age_s}))
+    Heartbeat(directory.heartbeat_path("collector")).beat()
+    return absent_ranks(directory, stage="exposed_generation", step=3)
+
+
+ZERO = WAITING = ("exposed_generation", 3, True, 1.0)
+
+
+def test_a_rank_that_gives_no_sign_of_life_is_named_alone(tmp_path: Path) -> None:
+    elsewhere = ("between stages", 2, False, 1.0)  # as the silent one keeps it there
+    stopped = ("exposed_generation", 3, True, 100.0)
+    assert absent_of(tmp_path, ZERO, WAITING, stopped, elsewhere) == "no sign of life of trainer_rank_2"
+
+
+@pytest.mark.parametrize(
+    "stuck",
+    [
+        ("exposed_generation", 3, False, 1.0),  # between two meetings
+        ("between stages", 2, False, 1.0),  # before them
+        ("checkpointing", 2, True, 1.0),
+    ],
+)
+def test_a_rank_that_has_not_come_is_named(tmp_path: Path, stuck: tuple[str, int, bool, float]) -> None:
+    ahead = ("value_inference", 3, False, 1.0)  # it has the batch already
+    text = absent_of(tmp_path, ZERO, stuck, WAITING, ahead, stuck)
+    assert text == "the other ranks wait for trainer_rank_1, trainer_rank_4"
+
+
+def test_where_every_rank_has_come_none_is_named(tmp_path: Path) -> None:
+    assert "look at the network" in absent_of(tmp_path, ZERO, WAITING, WAITING)
 
 
 def test_a_run_without_files_is_diagnosed_as_well(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import re
 import pytest
 
 import megatron_ppo.loop.async_ppo as loop
-from megatron_ppo.app.limits import GENERATION_TIMEOUT_S, control_timeout_s, stage_deadlines
+from megatron_ppo.app.limits import GENERATION_TIMEOUT_S, MEETING_S, control_timeout_s, stage_deadlines
 from tests.unit.config.composed import changed
 
 
@@ -38,7 +38,8 @@ def test_every_stage_of_the_loop_has_a_deadline_of_its_own_which_the_configurati
     stages = set(re.findall(r'timed\("([^"]+)"\)', inspect.getsource(loop)))
     assert "policy_training" in stages
     deadlines = stage_deadlines(
-        changed({"watchdog.training_s": 11.0, "watchdog.refit_s": 500.0, "cluster.groups_timeout_s": 50.0})
+        changed({"watchdog.training_s": 11.0, "watchdog.refit_s": 500.0, "cluster.groups_timeout_s": 50.0}),
+        rank=0,
     )
     assert stages <= deadlines.of.keys()
     assert deadlines.limit("policy_training") == (11.0, "watchdog.training_s")
@@ -50,4 +51,15 @@ def test_every_stage_of_the_loop_has_a_deadline_of_its_own_which_the_configurati
 def test_the_watchdog_comes_after_the_limits_of_the_start() -> None:
     for key in ("cluster.prepare_timeout_s", "inference.start_timeout_s", "refit.timeout_s"):
         config = changed({key: 1500.0})
-        assert stage_deadlines(config).limit("starting")[0] > max(1500.0, control_timeout_s(config))
+        assert stage_deadlines(config, rank=0).limit("starting")[0] > max(1500.0, control_timeout_s(config))
+
+
+def test_rank_zero_alone_has_a_limit_for_the_others_and_only_where_they_wait_for_it() -> None:
+    config = changed({})
+    deadlines = stage_deadlines(config, rank=0)
+    assert set(deadlines.meetings) == {"exposed_generation"}
+    assert deadlines.meetings["exposed_generation"][0] == MEETING_S <= 120.0
+    assert deadlines.limit("exposed_generation")[0] > 10 * MEETING_S
+    # The others wait for rank 0 for as long as it polls, and more.
+    assert stage_deadlines(config, rank=1).meetings == {}
+    assert stage_deadlines(config, rank=1).of == deadlines.of

@@ -59,6 +59,8 @@ def test_a_live_run_shows_step_stage_buffer_and_the_time_to_go(tmp_path: Path) -
         ).beat()
         with telemetry.step(2).timed("exposed_generation"):
             Heartbeat(directory.heartbeat_path("trainer_rank_0"), describe=stages.describe).beat()
+            with stages.meeting():
+                Heartbeat(directory.heartbeat_path("trainer_rank_1"), describe=stages.describe).beat()
         status = read_status(directory.path, now_unix_s=time.time() + 1.0)
         assert status.life is Life.RUNNING and status.owner == os.getpid()
         assert (status.step, status.max_num_steps) == (2, 12)
@@ -71,6 +73,8 @@ def test_a_live_run_shows_step_stage_buffer_and_the_time_to_go(tmp_path: Path) -
         assert "step       2 of 12, " in text
         assert "train/reward 0.5, age/max_versions 1" in text
         assert "stage exposed_generation, step 3, for 0." in text
+        zero, one = [line for line in text.splitlines() if "trainer_rank_" in line]
+        assert "waits for other ranks" in one and "waits for" not in zero and "in_meeting" not in text
         assert "window 2..3, pending 1" in text
         telemetry.close()
 

@@ -91,6 +91,99 @@ def test_an_overdue_stage_is_reported_once(monkeypatch: pytest.MonkeyPatch, disa
     assert [overdue.stage for overdue in reported] == ["policy_training"]
 
 
+class Scene:
+    """A main thread and its watchdog, in a time of their own; the dog looks every POLL_S."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.stages = StageClock(monotonic_s=lambda: self.now_s)
+        self.found: Overdue | None = None
+        self._dog = Watchdog(
+            stages=self.stages,
+            deadlines=Deadlines(
+                otherwise=(1000.0, "watchdog.other_s"),
+                of={"exposed_generation": (5000.0, "the sum")},
+                meetings={"exposed_generation": (90.0, "the limit of a meeting")},
+            ),
+            on_overdue=lambda overdue: None,
+        )
+
+    def passes(self, seconds: float) -> None:
+        until_s = self.now_s + seconds
+        while self.now_s < until_s:
+            self.now_s = min(until_s, self.now_s + watchdog.POLL_S)
+            self._look(late_s=0.0)
+
+    def stands_still(self, seconds: float) -> None:
+        """The process, with its watchdog."""
+        self.now_s += watchdog.POLL_S + seconds
+        self._look(late_s=seconds)
+
+    def _look(self, *, late_s: float) -> None:
+        self.found = self.found or self._dog.look(at_s=self.now_s, late_s=late_s)
+
+
+def test_slow_generation_is_no_missing_rank(disarmed: list[float]) -> None:
+    scene = Scene()
+    scene.stages.enter("exposed_generation", 3)
+    for poll_s in (2.0, 32.0, 2000.0):  # also when rank 0 hears nothing for much longer than a poll lasts
+        scene.passes(poll_s)
+        with scene.stages.meeting():
+            scene.passes(80.0)
+    assert scene.found is None
+    scene.passes(5000.0)
+    assert scene.found is not None and not scene.found.in_meeting
+
+
+def test_a_rank_that_misses_one_meeting_is_found_within_its_limit(disarmed: list[float]) -> None:
+    scene = Scene()
+    scene.stages.enter("exposed_generation", 3)
+    scene.passes(600.0)
+    with scene.stages.meeting():
+        scene.passes(90.0)
+        assert scene.found is None
+        scene.passes(1.0)
+    assert scene.found is not None and scene.found.in_meeting
+    assert str(scene.found) == (
+        "no progress for 91 s in stage 'exposed_generation' of step 3; the limit of a meeting is 90"
+    )
+    assert disarmed[-1] == watchdog.GRACE_S
+
+
+def test_meetings_of_other_stages_have_the_limit_of_their_stage(disarmed: list[float]) -> None:
+    scene = Scene()
+    scene.stages.enter("checkpointing", 3)  # rank 0 may be the first one to have written its part
+    with scene.stages.meeting():
+        scene.passes(900.0)
+    assert scene.found is None
+
+
+@pytest.mark.parametrize("met_before_s", [0.5, 5.0])
+def test_a_rank_zero_that_stood_still_itself_blames_nobody(
+    disarmed: list[float], met_before_s: float
+) -> None:
+    scene = Scene()
+    scene.stages.enter("exposed_generation", 3)
+    scene.passes(10.0)
+    with scene.stages.meeting():
+        if met_before_s > watchdog.POLL_S:  # else the dog does not know of this meeting when everything stops
+            scene.passes(met_before_s)
+        scene.stands_still(3600.0)
+        scene.passes(80.0)
+        assert scene.found is None
+        scene.passes(20.0)
+    assert scene.found is not None and scene.found.in_meeting
+
+
+def test_a_stage_that_began_just_before_everything_stood_still_has_not_lasted_so_long(
+    disarmed: list[float],
+) -> None:
+    scene = Scene()
+    scene.stages.enter("weight_sync", 3)
+    scene.stands_still(3600.0)
+    assert scene.found is None
+
+
 def stuck(body: str) -> subprocess.CompletedProcess[str]:
     program = """
         import ctypes, os, sys
