@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
+import runpy
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from benchmarks import logprob_memory
-from benchmarks.report import ROOT, machine, show_table
+from benchmarks.report import machine, show_table
 from benchmarks.step_time import DROP, SKIP, WORKLOADS, words_of
 from megatron_ppo.config.checks import derive
 from megatron_ppo.config.compose import load
@@ -58,12 +58,15 @@ def test_the_machine_is_stated() -> None:
 
 
 @pytest.mark.parametrize("name", ["step_time", "whole_run", "logprob_memory"])
-def test_help_needs_no_run(name: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{name}", "--help"], cwd=ROOT, capture_output=True, timeout=60
-    )
-    assert done.returncode == 0
-    assert f"benchmarks.{name}".encode() in done.stdout
+def test_help_needs_no_run(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    monkeypatch.delitem(sys.modules, f"benchmarks.{name}", raising=False)  # it runs as if it were the first
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+    assert ended.value.code == 0
+    assert f"benchmarks.{name}" in capsys.readouterr().out
 
 
 def test_chunks_of_log_probs_take_a_fraction_of_the_memory_of_all_logits() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -22,8 +21,8 @@ from megatron_ppo.replay.journal import LedgerFile
 from megatron_ppo.replay.service import ReplayService
 from megatron_ppo.testing.fakes import make_group
 from tests.unit.disk_events import Flushed, record_disk_events
+from tests.unit.script_runs import run_script, run_script_here
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "ledger.py"
 SCHEDULE = AsyncSchedule(max_num_steps=10, max_trajectory_age_steps=1)
 
 
@@ -75,14 +74,7 @@ def _stages(path: Path, ordinal: int) -> list[tuple[int, str]]:
 
 
 def _script(run_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), str(run_dir), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])},
-    )
+    return run_script_here("ledger", str(run_dir), *arguments)
 
 
 def test_a_prompt_moves_through_every_stage_and_each_has_its_line(tmp_path: Path) -> None:
@@ -353,7 +345,7 @@ def test_the_script_explains_sums_up_and_lists_what_is_open(tmp_path: Path) -> N
     life.train(0)
     life.buffer.reserve(1)
     life.journal.flush()
-    explained = _script(tmp_path, "explain", "1")
+    explained = run_script("ledger", str(tmp_path), "explain", "1")
     assert explained.returncode == 0, explained.stderr
     assert "trained  at step 0  for step 0  versions 0" in explained.stdout
     assert explained.stdout.splitlines()[-1].startswith("ordinal 1: trained")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,8 +24,7 @@ from megatron_ppo.telemetry.gates import (
 from megatron_ppo.telemetry.metrics import Row
 from megatron_ppo.telemetry.run_dir import open_run
 from megatron_ppo.telemetry.sinks import build_telemetry
-
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "check_gates.py"
+from tests.unit.script_runs import run_script, run_script_here
 
 # Reward 0.1, 0.2, ... 1.0 at steps 1..10; accuracy at 0, 5 and 10; clip fraction from step 4 on (no warm-up).
 ROWS: list[Row] = [{"step": 0, "validation/accuracy": 0.4}]
@@ -221,20 +219,12 @@ def make_run(base: Path, *, bound: float, finish: bool = True, gates: object = N
 
 
 def check(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=SCRIPT.parents[1],
-        env={"PYTHONPATH": str(SCRIPT.parents[1])},
-    )
+    return run_script_here("check_gates", *arguments)
 
 
 def test_script_exits_by_the_verdict(tmp_path: Path) -> None:
     good, bad = make_run(tmp_path, bound=0.5), make_run(tmp_path, bound=0.6)
-    passed, failed = check(str(good)), check(str(bad))
+    passed, failed = run_script("check_gates", str(good)), check(str(bad))
     assert (passed.returncode, passed.stderr) == (0, "")
     assert "Gates: 1 of 1 passed" in passed.stdout
     assert failed.returncode == 1

@@ -187,7 +187,9 @@ def test_a_killed_writer_leaves_a_file_that_a_resumed_run_continues(tmp_path: Pa
     assert [steps[done - 5], steps[done - 4]] == [1, 2]
 
 
-def test_tensorboard_reads_the_curves_of_a_resumed_run(tmp_path: Path) -> None:
+def test_tensorboard_reads_the_curves_of_a_resumed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     first = TensorBoardSink(tmp_path)
@@ -197,8 +199,11 @@ def test_tensorboard_reads_the_curves_of_a_resumed_run(tmp_path: Path) -> None:
             row(step, **{"train/reward": step / 10, "bottleneck": "training", "clock/step_start_s": 5.0})
         )
     first.close()
-    time.sleep(1.1)  # event files are ordered by the second of their creation
-    second = TensorBoardSink(tmp_path)
+    later_s = time.time() + 1.1
+    with monkeypatch.context() as clock:
+        # Event files are ordered by the second of their creation, which is in their names.
+        clock.setattr(time, "time", lambda: later_s)
+        second = TensorBoardSink(tmp_path)
     second.start(next_step=3)
     second.write(row(3, **{"train/reward": 0.9}))
     second.close()

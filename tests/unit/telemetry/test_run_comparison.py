@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_ppo.protocol.errors import ConfigError
 from megatron_ppo.telemetry.run_comparison import compare_runs
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.unit.script_runs import run_script, run_script_here
 
 
 def run_at(folder: Path, *, loss: float = 0.5, took_s: float = 1.0, weights: bytes = b"abc") -> Path:
@@ -60,11 +56,8 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
 def test_the_command_says_what_was_compared_and_by_its_exit_code_how_it_went(tmp_path: Path) -> None:
     same, other = run_at(tmp_path / "a"), run_at(tmp_path / "b", loss=0.25)
     outcomes = []
-    for second in (same, other, tmp_path / "none"):
-        done = subprocess.run(
-            [sys.executable, "scripts/compare_runs.py", str(same), str(second)],
-            cwd=ROOT, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+    for run, second in ((run_script, same), (run_script_here, other), (run_script_here, tmp_path / "none")):
+        done = run("compare_runs", str(same), str(second))
         outcomes.append((done.returncode, done.stdout.splitlines()[-1:], done.stderr.count("error: ")))
     assert outcomes == [
         (0, ["the runs are equal: 4 metrics in 2 rows, 2 files of checkpoints step_2"], 0),

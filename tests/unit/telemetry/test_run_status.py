@@ -25,8 +25,8 @@ from megatron_ppo.telemetry.metrics import BETWEEN_STAGES, NullTelemetry, Teleme
 from megatron_ppo.telemetry.run_dir import OpenRun, RunDirectory, lock_owner, open_run
 from megatron_ppo.telemetry.run_status import Life, format_status, read_status
 from megatron_ppo.telemetry.sinks import build_telemetry
+from tests.unit.script_runs import run_script, run_script_here
 
-ROOT = Path(__file__).resolve().parents[3]
 LIMIT_S = 60.0  # far above what a test takes, also on a loaded machine
 
 
@@ -35,13 +35,7 @@ def new_run(base: Path) -> OpenRun:
 
 
 def status_script(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "status.py"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    return run_script_here("status", *arguments)
 
 
 def test_a_live_run_shows_step_stage_buffer_and_the_time_to_go(tmp_path: Path) -> None:
@@ -130,7 +124,7 @@ def test_a_killed_run_is_told_from_a_live_one(tmp_path: Path) -> None:
     assert owner.stdout is not None
     try:
         path = owner.stdout.readline().strip()
-        live = status_script(path, "--json")
+        live = run_script("status", path, "--json")
         assert live.returncode == 0, live.stderr
         told = json.loads(live.stdout)
         assert (told["life"], told["pid"], told["silent"]) == ("running", owner.pid, [])
@@ -156,7 +150,7 @@ def test_a_process_without_sign_of_life_is_named(tmp_path: Path) -> None:
 
 
 def test_a_process_that_has_ended_is_silent_at_once(tmp_path: Path) -> None:
-    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone = subprocess.Popen(["true"])
     gone.wait()
     with new_run(tmp_path) as run:
         path = run.directory.heartbeat_path("engine_0")
