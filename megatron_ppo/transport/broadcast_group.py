@@ -42,7 +42,7 @@ _JOINED = "joined"
 _ALL_HERE = "all_here"
 _ABANDONED_LOOK_S = 0.5
 _CAUSE_GRACE_S = 3.0
-# How often a receiver says how far it is: seldom enough to cost nothing, often enough to name the one that stands still.
+# How often a receiver says how far it is: often enough to name the one that stands still, and else as seldom as can be.
 _PROGRESS_S = 0.1
 # A healthy receiver also waits for one that stands still. The sender, which knows who that is, gives up first.
 _RECEIVER_PATIENCE = 1.25
