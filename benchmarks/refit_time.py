@@ -330,9 +330,7 @@ class _Sender:
         self._transport_store = BroadcastStore(timeout_s=TIMEOUT_S)
         spec = self._transport_store.spec(generation=1, rank_offset=1, world_size=members)
         joining = group.bench_join("bench_join_stream", asdict(spec), asdict(self._manifest))
-        self._stream = _TimedGroup(
-            spec, rank=SENDER, device=torch.device("cpu"), store=self._transport_store
-        )
+        self._stream = _TimedGroup(spec, rank=SENDER, device=torch.device("cpu"), store=self._transport_store)
         joining.wait(timeout_s=TIMEOUT_S)
         self._full = [
             torch.randn(meta.shape, dtype=getattr(torch, meta.dtype)) for meta in policy.weight_metadata()
