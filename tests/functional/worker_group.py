@@ -47,11 +47,16 @@ class WorkerGroup:
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
 
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the ranks that have been started."""
+        return [process.pid or 0 for process in self._processes]
+
     def run(self, job: str, *, world_size: int = 2, timeout_s: float = 180.0, **arguments: Any) -> list[Any]:
         """The first `world_size` ranks run `module:function`. Returns: their results, rank 0 first.
 
-        Raises: WorkerError if one of them raised, died or did not answer in time; the group is unusable
-            afterwards in the last two cases.
+        Raises: WorkerError if one of them raised, died or did not answer in time. In the last two cases all workers
+            end, and the next job starts new ones: what the others still answer would be taken for its results.
         """
         if world_size not in self._ports:
             self._ports[world_size] = _free_port()
@@ -68,9 +73,12 @@ class WorkerGroup:
             self._start()
         for rank in range(world_size):
             launcher = None if port is None else _launcher(rank, world_size, port)
-            self._connections[rank].send((job, launcher, timeout_s, arguments))
+            try:
+                self._connections[rank].send((job, launcher, timeout_s, arguments))
+            except OSError as error:  # it died after its last answer
+                raise self._lost(job, rank) from error
         deadline = time.monotonic() + timeout_s + START_TIMEOUT_S
-        results = [self._receive(job, rank, deadline) for rank in range(world_size)]
+        results = [self._receive(job, rank, world_size, deadline) for rank in range(world_size)]
         failures = [f"rank {r}:\n{x.text}" for r, x in enumerate(results) if isinstance(x, _Failure)]
         if failures:
             raise WorkerError(f"job {job} failed\n" + "\n".join(failures))
@@ -86,23 +94,38 @@ class WorkerGroup:
         self._processes.append(process)
         self._connections.append(mine)
 
-    def _receive(self, job: str, rank: int, deadline: float) -> Any:
-        connection, process = self._connections[rank], self._processes[rank]
+    def _receive(self, job: str, rank: int, world_size: int, deadline: float) -> Any:
+        connection = self._connections[rank]
         while not connection.poll(0.2):
-            if not process.is_alive():
-                raise WorkerError(f"rank {rank} died with exit code {process.exitcode} in job {job}")
+            # Any of them: the others wait for it in a collective.
+            for other, process in enumerate(self._processes[:world_size]):
+                if not process.is_alive():
+                    raise self._lost(job, other)
             if time.monotonic() > deadline:
                 self.close()
                 raise WorkerError(f"rank {rank} did not answer job {job} in time; its stack is on stderr")
-        return connection.recv()
+        try:
+            return connection.recv()
+        except EOFError as error:
+            raise self._lost(job, rank) from error
+
+    def _lost(self, job: str, rank: int) -> WorkerError:
+        process = self._processes[rank]
+        process.join(timeout=10)  # its end of the connection closes before its exit code is known
+        self.close()
+        return WorkerError(
+            f"rank {rank} died with exit code {process.exitcode} in or before job {job}; stderr has its stack"
+        )
 
     def close(self) -> None:
-        """End all processes."""
+        """End all processes; a further job starts new ones."""
         for process in self._processes:
             if process.is_alive():
                 process.terminate()
         for process in self._processes:
             process.join(timeout=10)
+        self._processes.clear()
+        self._connections.clear()
 
 
 @contextmanager
@@ -131,6 +154,7 @@ def _serve(connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    faulthandler.enable()
     modules_frozen = 0
     while True:
         try:
