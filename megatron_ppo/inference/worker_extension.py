@@ -81,7 +81,6 @@ class BroadcastWeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(*args, **kwargs)
         self._group: BroadcastGroup | None = None
         self._expected = {name for name, _ in self.model.named_parameters()}
-        self._loaded: set[str] | None = set()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the group as rank `rank_offset` + this worker's rank within its engine."""
@@ -96,13 +95,10 @@ class BroadcastWeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self.device.type == "cpu":
             _pack_experts_again(self.model)
         initialize_layerwise_reload(self.model)
-        self._loaded = set()
 
     def update_weights(self, update_dict: dict[str, Any]) -> None:
         """Receive a whole manifest and load it."""
         self.receive_weights(self.parse_update_info(update_dict))
-        # Checked here and not at the finish: vLLM ends the update session only when this method raises.
-        self._check_complete()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -113,11 +109,12 @@ class BroadcastWeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         buckets = receive_stream(self._group, _manifest(update_info))
         # One call for all: each one walks the whole model before it loads anything.
         loaded = self.model.load_weights(tensor for tensors in buckets for tensor in tensors)
-        # A model whose loader reports nothing cannot be checked for completeness.
-        self._loaded = None if loaded is None else set(loaded)
+        # Checked here and not at the finish: vLLM ends the update session only when this method raises.
+        self._check_complete(loaded)
 
-    def _check_complete(self) -> None:
-        if self._loaded is not None and (missing := self._expected - self._loaded):
+    def _check_complete(self, loaded: set[str] | None) -> None:
+        # A model whose loader reports nothing cannot be checked for completeness.
+        if loaded is not None and (missing := self._expected - set(loaded)):
             raise RefitError(f"{len(missing)} parameters were not in the manifest: {sorted(missing)[:5]}")
         if partial := _partly_loaded(self.model):
             raise RefitError(f"{len(partial)} layers received only a part of their elements: {partial[:5]}")
