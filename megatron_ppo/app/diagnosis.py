@@ -16,13 +16,12 @@ from collections.abc import Iterator
 
 from megatron_ppo.protocol.errors import MegatronPPOError
 from megatron_ppo.replay.ledger_report import pending
-from megatron_ppo.telemetry.heartbeat import SILENT_AFTER_S, Beat, read_beats
+from megatron_ppo.telemetry.heartbeat import RANK_PREFIX, SILENT_AFTER_S, Beat, read_beats
 from megatron_ppo.telemetry.run_dir import RunDirectory
 from megatron_ppo.telemetry.run_status import describe_beat
 
 logger = logging.getLogger(__name__)
 
-RANK = "trainer_rank_"
 MAX_PROMPTS = 8
 MAX_FRAMES = 12
 
@@ -41,7 +40,7 @@ def absent_ranks(directory: RunDirectory, *, stage: str, step: int | None) -> st
     others = [
         beat
         for beat in read_beats(directory.heartbeats_dir)
-        if beat.process.startswith(RANK) and beat.process != f"{RANK}0"
+        if beat.process.startswith(RANK_PREFIX) and beat.process != f"{RANK_PREFIX}0"
     ]
     silent = [beat.process for beat in others if beat.age_s(now_unix_s) > SILENT_AFTER_S]
     if silent:

@@ -48,7 +48,7 @@ from megatron_ppo.protocol.errors import MegatronPPOError, StopRequested
 from megatron_ppo.protocol.imports import no_garbage
 from megatron_ppo.ray_actors.rank0 import RankZero
 from megatron_ppo.telemetry.gate_check import gates_of
-from megatron_ppo.telemetry.heartbeat import Heartbeat, StageClock, clear_beats
+from megatron_ppo.telemetry.heartbeat import RANK_PREFIX, Heartbeat, StageClock, clear_beats
 from megatron_ppo.telemetry.process_log import redirect_process_output
 from megatron_ppo.telemetry.run_dir import OpenRun, RunDirectory, open_run
 from megatron_ppo.telemetry.watchdog import Overdue, Watchdog
@@ -86,12 +86,11 @@ def run_job(config: RunConfig, derived: Derived, *, alter: Callable[[Parts], Par
                 if runtime.rank == 0:
                     sys.stderr.write(f"FAILED: {type(error).__name__}: {error}\n")
                 return FAILED
-            log_path = directory.log_path(f"trainer_rank_{runtime.rank}")
+            name = f"{RANK_PREFIX}{runtime.rank}"
+            log_path = directory.log_path(name)
             level = logging.getLevelNamesMapping()[config.telemetry.log_level]
             with redirect_process_output(log_path, level=level) as terminal:
-                heartbeat = Heartbeat(
-                    directory.heartbeat_path(f"trainer_rank_{runtime.rank}"), describe=stages.describe
-                )
+                heartbeat = Heartbeat(directory.heartbeat_path(name), describe=stages.describe)
                 stages.on_change = heartbeat.wake
                 interruptions = Interruptions(
                     rank_zero=rank_zero, group=control, world_size=runtime.world_size

@@ -27,6 +27,8 @@ MIN_SPACING_S = 0.01
 """Between the beats of a process that is woken more often than it can matter."""
 SILENT_AFTER_S = 10.0
 """Five periods: a loaded machine delays one or two."""
+RANK_PREFIX = "trainer_rank_"
+"""Names of trainer ranks, in front of their number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
