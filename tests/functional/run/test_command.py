@@ -36,3 +36,4 @@ def test_bad_input_is_one_message_before_anything_starts(launch: Callable[..., L
     assert job.output.count("max_trajectory_age_stepz") == 1
     assert "max_trajectory_age_steps" in job.output
     assert not job.base.exists()
+    assert not any("ray::" in line or "raylet" in line for line in job.describe().splitlines())
