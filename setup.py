@@ -15,6 +15,7 @@ CORE = [
     "hydra-core>=1.3.2,<1.4",
     "numpy>=1.26",
     "omegaconf>=2.3,<2.4",
+    "psutil>=6",
     "pydantic>=2.12,<3",
     "rich>=13",
     "safetensors>=0.5",

@@ -43,6 +43,16 @@ class WorkerExtension:
         """Process id of this worker."""
         return os.getpid()
 
+    def megatron_ppo_forget_update(self) -> None:
+        """End the update of weights that is open here because it failed on another worker.
+
+        vLLM ends it where it failed, and refuses to start the next one where it is open (0.32 and 0.33).
+        """
+        worker: Any = self
+        if worker._weight_update_active:
+            worker._weight_update_active = False
+            worker.weight_transfer_engine.reset_weight_update_target()
+
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
@@ -106,11 +116,16 @@ class BroadcastWeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Confirm the manifest, then load bucket after bucket; the next one arrives meanwhile."""
         if self._group is None:
             raise RefitError("no refit group has been joined; join_refit_group comes first")
-        buckets = receive_stream(self._group, _manifest(update_info))
-        # One call for all: each one walks the whole model before it loads anything.
-        loaded = self.model.load_weights(tensor for tensors in buckets for tensor in tensors)
-        # Checked here and not at the finish: vLLM ends the update session only when this method raises.
-        self._check_complete(loaded)
+        try:
+            buckets = receive_stream(self._group, _manifest(update_info))
+            # One call for all: each one walks the whole model before it loads anything.
+            loaded = self.model.load_weights(tensor for tensors in buckets for tensor in tensors)
+            # Checked here and not at the finish: vLLM ends the update session only when this method raises.
+            self._check_complete(loaded)
+        except Exception as error:
+            # The others must not wait for this worker: vLLM hears them in their order, and so the cause after them.
+            self._group.abandon(f"{type(error).__name__}: {error}")
+            raise
 
     def _check_complete(self, loaded: set[str] | None) -> None:
         # A model whose loader reports nothing cannot be checked for completeness.

@@ -13,14 +13,12 @@ parameter that has moved is read where it is. Who reads is settled once, when th
 from __future__ import annotations
 
 import ctypes
-import errno
 import logging
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,11 +27,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_ppo.mcore import platform
+from megatron_ppo.transport import process_memory
 
 logger = logging.getLogger(__name__)
 
 _READER = 0
-_PR_SET_PTRACER = 0x59616D61
 _TRIAL = bytes(range(64))
 _SPANS = 1024
 """Most that the system takes in one call (IOV_MAX)."""
@@ -124,7 +122,7 @@ class RemoteShard:
                 source = np.array([[start + first * block, len(places) * block]], dtype=np.int64)
             else:
                 source = remote[first : first + _SPANS]
-            _read(self._process, places, source, num_bytes=len(places) * block)
+            process_memory.read_spans(self._process, places, source, num_bytes=len(places) * block)
 
 
 def let_rank_0_read() -> None:
@@ -133,8 +131,7 @@ def let_rank_0_read() -> None:
         return
     reader = [os.getpid()]
     dist.broadcast_object_list(reader, src=_READER)
-    # Hosts with the Yama security module let only a process's ancestors read it, unless it names another.
-    _libc().prctl(_PR_SET_PTRACER, ctypes.c_ulong(reader[0]), 0, 0, 0)
+    process_memory.let_process_in(reader[0])
 
 
 def share_parameters(held: Mapping[str, Tensor], *, position: int) -> SharedParameters | None:
@@ -165,7 +162,7 @@ def _offer(held: Mapping[str, Tensor], position: int, trial: int) -> _Offer | No
     if not all(tensor.is_contiguous() for tensor in held.values()):
         return None
     return _Offer(
-        namespace=f"{_boot_id()} {os.readlink('/proc/self/ns/pid')}",
+        namespace=process_memory.namespace(),
         process=os.getpid(),
         position=position,
         trial=trial,
@@ -231,36 +228,6 @@ def _offsets(shape: tuple[int, ...], stride: tuple[int, ...]) -> NDArray[np.int6
     for size, step in zip(shape, stride, strict=True):
         offsets = (offsets[:, None] + np.arange(size, dtype=np.int64) * step).reshape(-1)
     return offsets
-
-
-def _read(process: int, local: NDArray[np.int64], remote: NDArray[np.int64], *, num_bytes: int) -> None:
-    """Fill the local spans from the remote ones. Raises: OSError."""
-    count = _libc().process_vm_readv(
-        process, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0
-    )
-    if count != num_bytes:
-        number = ctypes.get_errno() if count < 0 else errno.EFAULT
-        raise OSError(number, f"reading the memory of process {process}: {os.strerror(number)}")
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.process_vm_readv.restype = ctypes.c_ssize_t
-    libc.process_vm_readv.argtypes = [
-        ctypes.c_int,
-        ctypes.c_void_p,
-        ctypes.c_ulong,
-        ctypes.c_void_p,
-        ctypes.c_ulong,
-        ctypes.c_ulong,
-    ]
-    return libc
-
-
-@cache
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 @cache

@@ -5,18 +5,23 @@ Rank 0 of the trainer owns the `BroadcastStore` for the whole run and is group r
 one further rank. A change of members is a new generation: the same store, another key prefix, a new process
 group. Neither side needs a default process group.
 
+On the CPU one worker of a host receives; the others read what it has received, where the host lets them (`relay`).
+Nobody else sees a difference: all of them join, confirm, and say how far they are.
+
 Invariant: no bucket moves before every receiver has confirmed the sender's manifest digest, because two ends
 that cut different buckets make gloo abort the process instead of raising.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +29,7 @@ from torch import Tensor
 
 from megatron_ppo.protocol.errors import RefitError, WaitTimeoutError
 from megatron_ppo.protocol.weights import RefitGroupSpec
+from megatron_ppo.transport.relay import Lender, Reader, lenders
 from megatron_ppo.transport.tcp_stores import is_loopback, listener_on, store_at
 
 logger = logging.getLogger(__name__)
@@ -40,6 +46,10 @@ _GLOO_WAIT = timedelta(milliseconds=50)
 _ABANDONED = "abandoned"
 _JOINED = "joined"
 _ALL_HERE = "all_here"
+_PLAN = "plan"
+_LENDS = "lends"
+_READS = "reads"
+_READERS = "the other receivers of this host to read what has arrived"
 _ABANDONED_LOOK_S = 0.5
 _CAUSE_GRACE_S = 3.0
 # How often a receiver says how far it is: often enough to name the one that stands still, and else as seldom as can be.
@@ -94,6 +104,7 @@ class BroadcastGroup:
         spec: the group; its `rank_offset` is not used here.
         rank: this member's rank; 0 is the sender.
         device: where the broadcast buffers live.
+        relay: the sender's choice for all: receivers of one host may read what one of them has received.
         store: the master store in the sender's process; None connects to it.
         receiver_names: what the sender's errors call the receivers, the one of rank 1 first.
         check_peers: called while the sender waits for the receivers; raises when one is known to have failed.
@@ -107,6 +118,7 @@ class BroadcastGroup:
         *,
         rank: int,
         device: torch.device,
+        relay: bool = True,
         store: BroadcastStore | None = None,
         receiver_names: Sequence[str] = (),
         check_peers: CheckPeers | None = None,
@@ -115,43 +127,89 @@ class BroadcastGroup:
         self.rank = rank
         self.device = device
         self._limit_s = spec.timeout_s * (1.0 if rank == SENDER_RANK else _RECEIVER_PATIENCE)
+        self._lender: Lender | None = None
+        self._reader: Reader | None = None
+        self._group: dist.ProcessGroup | None = None
         self._receiver_names = tuple(receiver_names)
         timeout = timedelta(seconds=self._limit_s)
-        present: dist.Store | None = None
         try:
             tcp_store = (
                 store.tcp_store if store else dist.TCPStore(spec.host, spec.port, None, False, timeout)
             )
             self._store = present = dist.PrefixStore(f"refit_{spec.generation}", tcp_store)
-            present.set(f"{_JOINED}/{rank}", "")
             # Connecting waits without looking at anything else, for long, so nobody begins before all are there.
             if rank == SENDER_RANK:
-                self._await_receivers(present, check_peers)
+                connected = self._gather(present, relay, check_peers)
             else:
-                self._poll(lambda: present.check([_ALL_HERE]), "all members to join", None)
-            self._group: dist.ProcessGroup | None = _process_group(spec, present, rank, device)
+                connected = self._join(present)
+            if rank in connected:
+                self._group = _process_group(spec, present, connected.index(rank), len(connected), device)
         # DistStoreError and gloo's errors derive from RuntimeError
-        except (RuntimeError, WaitTimeoutError) as error:
-            absent = "" if present is None or store is None else self._without(present, _JOINED, "missing")
+        except (RuntimeError, OSError, WaitTimeoutError) as error:
+            self.close()
             raise RefitError(
                 f"rank {rank} could not join refit group generation {spec.generation} of {spec.world_size} "
-                f"members at {spec.host}:{spec.port} within {spec.timeout_s:.0f} s{absent}: {error}"
+                f"members at {spec.host}:{spec.port} within {spec.timeout_s:.0f} s: {error}"
             ) from error
         self._transfer = 0
+        self._started = 0
         self._moving = 0
         self._received = 0
         self._next_progress_at = 0.0
 
-    def _await_receivers(self, present: dist.Store, check_peers: CheckPeers | None) -> None:
-        keys = [f"{_JOINED}/{receiver}" for receiver in range(1, self.spec.world_size)]
+    def _gather(self, present: dist.Store, relay: bool, check_peers: CheckPeers | None) -> list[int]:
+        """Sender: wait until all receivers are here; who is to be in the process group."""
+        receivers = range(1, self.spec.world_size)
+
+        def answers(prefix: str, ranks: Collection[int]) -> dict[int, str]:
+            keys = [f"{prefix}/{rank}" for rank in ranks]
+            try:
+                self._poll(lambda: not keys or present.check(keys), "all receivers to join", check_peers)
+            except WaitTimeoutError as error:
+                raise WaitTimeoutError(f"{error}{self._without(present, prefix, 'missing', ranks)}") from None
+            return {rank: present.get(key).decode() for rank, key in zip(ranks, keys, strict=True)}
+
         try:
-            self._poll(lambda: not keys or present.check(keys), "all receivers to join", check_peers)
+            addresses = answers(_JOINED, receivers)
+            plan = lenders(addresses) if relay else {}
+            present.set(_PLAN, json.dumps([addresses, plan]))
+            reading = [rank for rank, answer in answers(_READS, plan).items() if answer]
         except Exception as error:
             # Those that are here shall not wait for the others until their own limit: the next generation needs them.
             with suppress(RuntimeError):
                 present.set(_ABANDONED, f"rank {self.rank}: {error}")
             raise
-        present.set(_ALL_HERE, "")
+        connected = [rank for rank in range(self.spec.world_size) if rank not in reading]
+        present.set(_ALL_HERE, json.dumps(connected))
+        return connected
+
+    def _join(self, present: dist.Store) -> list[int]:
+        """Receiver: say that it is here, and find out from where it gets its bytes; as `_gather`."""
+
+        def await_key(key: str) -> Any:
+            self._poll(lambda: present.check([key]), "all members to join", None)
+            return json.loads(present.get(key))
+
+        lends = self.spec.backend == "gloo" and self.device.type == "cpu"
+        lender = Lender(self.spec.world_size) if lends else None
+        present.set(f"{_JOINED}/{self.rank}", lender.address() if lender else "")
+        addresses, plan = await_key(_PLAN)
+        readers = [int(rank) for rank in plan if plan[rank] == self.rank]
+        if lender is not None and readers:
+            self._lender = lender
+            lender.let_in([addresses[str(rank)] for rank in readers])
+            present.set(f"{_LENDS}/{self.rank}", json.dumps(True))
+        if (source := plan.get(str(self.rank))) is not None:
+            await_key(f"{_LENDS}/{source}")
+            try:
+                self._reader = Reader(addresses[str(source)], number=self.rank)
+            except OSError as error:
+                logger.info("this worker receives over a socket of its own: %s", error)
+            present.set(f"{_READS}/{self.rank}", "" if self._reader is None else "yes")
+        connected: list[int] = await_key(_ALL_HERE)
+        if self._lender is not None:
+            self._lender.begin([rank for rank in readers if rank not in connected])
+        return connected
 
     def offer_manifest(self, digest: str, *, check_peers: CheckPeers | None = None) -> None:
         """Sender: publish the digest and wait until every receiver has accepted it.
@@ -167,7 +225,7 @@ class BroadcastGroup:
         try:
             self._poll(lambda: self._store.check(keys), "all receivers to accept the manifest", check_peers)
         except WaitTimeoutError as error:
-            silent = self._without(self._store, f"{transfer}/answer", "no answer from")
+            silent = self._without(self._store, f"{transfer}/answer", "no answer from", receivers)
             raise WaitTimeoutError(f"{error}{silent}") from None
         for rank, key in zip(receivers, keys, strict=True):
             if (answer := self._store.get(key).decode()) != _ACCEPTED:
@@ -192,24 +250,39 @@ class BroadcastGroup:
     def broadcast(self, buffer: Tensor, *, check_peers: CheckPeers | None = None) -> None:
         """Send (rank 0) or receive (other ranks) one contiguous uint8 buffer; returns when it may be reused.
 
-        Raises: as `start` and `PendingBroadcast.wait`.
+        Raises: as `start`, `PendingBroadcast.wait` and `await_readers`.
         """
         self.start(buffer).wait(check_peers=check_peers)
+        self.await_readers()
 
     def start(self, buffer: Tensor) -> PendingBroadcast:
         """The same without waiting, so that the next buffer is filled, or the last one used, meanwhile.
 
         Broadcasts finish in the order of their start. Raises: RefitError.
         """
-        options = dist.BroadcastOptions()
-        options.rootRank = SENDER_RANK
-        options.rootTensor = 0
-        if self._group is None:
-            raise RefitError(f"refit group generation {self.spec.generation} is closed")
+        work: dist.Work | _Reading
+        with self._transfer_errors(f"broadcast of {buffer.numel()} bytes"):
+            if self._reader is not None:
+                work = _Reading(self._reader, self._started, buffer)
+            elif self._group is not None:
+                options = dist.BroadcastOptions()
+                options.rootRank = SENDER_RANK
+                options.rootTensor = 0
+                work = self._group.broadcast([buffer], options)
+            else:
+                raise RefitError(f"refit group generation {self.spec.generation} is closed")
+        self._started += 1
         self._moving += 1
-        with self._transfer_errors(buffer.numel()):
-            work = self._group.broadcast([buffer], options)
         return PendingBroadcast(self, work, buffer)
+
+    def await_readers(self) -> None:
+        """Receiver: return when no other receiver needs what this one has received.
+
+        Raises: RefitError, WaitTimeoutError.
+        """
+        if (lender := self._lender) is not None:
+            with self._transfer_errors("lending to the other receivers"):
+                self._poll(lender.has_all_back, _READERS, self._publish_progress)
 
     def publish(self, key: str, text: str) -> None:
         """Make a short text of the transfer in progress known to all members."""
@@ -226,16 +299,19 @@ class BroadcastGroup:
         full = f"{self._transfer}/{key}"
         return self._store.get(full).decode() if self._store.check([full]) else None
 
-    def _finish(self, work: dist.Work, num_bytes: int, check_peers: CheckPeers | None) -> None:
-        what = f"the broadcast of {num_bytes} bytes"
+    def _finish(self, work: dist.Work | _Reading, buffer: Tensor, check_peers: CheckPeers | None) -> None:
+        what = f"broadcast of {buffer.numel()} bytes"
         receives = self.rank != SENDER_RANK
         while_waiting = self._publish_progress if receives else check_peers
-        with self._transfer_errors(num_bytes):
-            if self.spec.backend == "gloo":
-                self._poll(lambda: _gloo_is_done(work), what, while_waiting, sleeps=False)
+        with self._transfer_errors(what):
+            if self.spec.backend == "gloo" and isinstance(work, dist.Work):
+                self._poll(lambda: _gloo_is_done(work), f"the {what}", while_waiting, sleeps=False)
             else:
-                self._poll(work.is_completed, what, while_waiting)
+                self._poll(work.is_completed, f"the {what}", while_waiting)
             work.wait()
+            if (lender := self._lender) is not None:
+                lender.lend(buffer)
+                self._poll(lender.has_room, _READERS, self._publish_progress)
         self._moving -= 1
         if receives:
             self._received += 1
@@ -266,32 +342,36 @@ class BroadcastGroup:
         known = 0 <= index < len(self._receiver_names)
         return self._receiver_names[index] if known else f"refit group rank {rank}"
 
-    def _without(self, store: dist.Store, prefix: str, what: str) -> str:
-        """A clause that names the receivers without a key under `prefix`; empty when the store cannot say."""
+    def _without(self, store: dist.Store, prefix: str, what: str, receivers: Iterable[int]) -> str:
+        """A clause that names those of the receivers that have no key under `prefix`; empty if unknown."""
         try:
-            ranks = [r for r in range(1, self.spec.world_size) if not store.check([f"{prefix}/{r}"])]
+            ranks = [rank for rank in receivers if not store.check([f"{prefix}/{rank}"])]
         except RuntimeError:
             return ""
         return f"; {what} {', '.join(self._name(rank) for rank in ranks)}" if ranks else ""
 
     @contextmanager
-    def _transfer_errors(self, num_bytes: int) -> Iterator[None]:
+    def _transfer_errors(self, what: str) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise RefitError(
-                f"broadcast of {num_bytes} bytes failed on refit group rank {self.rank}, "
-                f"generation {self.spec.generation}: {error}"
+                f"{what} failed on refit group rank {self.rank}, generation {self.spec.generation}: {error}"
             ) from error
 
     def abandon(self, reason: str) -> None:
         """Give the group up after a failure and tell the other members, whose waits end within a second."""
         with suppress(RuntimeError):  # the store, or the connection to it, may be what failed
-            self._store.set(_ABANDONED, f"rank {self.rank}: {reason}")
+            if not self._store.check([_ABANDONED]):  # the first reason is the cause of the others
+                self._store.set(_ABANDONED, f"rank {self.rank}: {reason}")
         self.close()
 
     def close(self) -> None:
         """Drop the connections. Harmless when repeated, and after a failed broadcast."""
+        self._reader = None
+        if self._lender is not None:
+            self._lender.close()
+            self._lender = None
         group, self._group = self._group, None
         if group is None:
             return
@@ -340,23 +420,39 @@ class BroadcastGroup:
                 time.sleep(min(max(_POLL_MIN_S, _POLL_SHARE * waited_s), _POLL_MAX_S))
 
 
+class _Reading:
+    """Broadcast number `index`, out of the memory of the worker that receives it; looks like a `dist.Work`."""
+
+    def __init__(self, reader: Reader, index: int, into: Tensor) -> None:
+        self._reader = reader
+        self._index = index
+        self._into = into
+
+    def is_completed(self) -> bool:
+        return self._reader.has(self._index)
+
+    def wait(self) -> None:
+        self._reader.read(self._index, self._into)
+
+
 class PendingBroadcast:
     """One broadcast on its way. Keeps its buffer alive: the transport writes to it, or reads it, until the end."""
 
-    def __init__(self, group: BroadcastGroup, work: dist.Work, buffer: Tensor) -> None:
+    def __init__(self, group: BroadcastGroup, work: dist.Work | _Reading, buffer: Tensor) -> None:
         self._group = group
         self._work = work
         self.buffer = buffer
 
     def wait(self, *, check_peers: CheckPeers | None = None) -> Tensor:
-        """Returns: the buffer, which from now on is the caller's.
+        """Returns: the buffer, which the caller may read from now on, and also change once no other receiver reads it
+        (`BroadcastGroup.await_readers`).
 
         Raises: RefitError when the transfer fails, WaitTimeoutError after the group's `timeout_s`, or whatever
             `check_peers` raises. The group is unusable afterwards: abandon it and form a new generation.
         """
         group = self._group
         try:
-            group._finish(self._work, self.buffer.numel(), check_peers)
+            group._finish(self._work, self.buffer, check_peers)
         except (RefitError, WaitTimeoutError) as error:
             if group.rank != SENDER_RANK:
                 raise
@@ -384,7 +480,7 @@ def _gloo_is_done(work: dist.Work) -> bool:
 
 
 def _process_group(
-    spec: RefitGroupSpec, store: dist.Store, rank: int, device: torch.device
+    spec: RefitGroupSpec, store: dist.Store, rank: int, size: int, device: torch.device
 ) -> dist.ProcessGroup:
     # Later than this module's own limits, whose errors say more: gloo closes connections at its own, and NCCL's
     # watchdog ends the whole process.
@@ -393,16 +489,16 @@ def _process_group(
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timeout
         torch.cuda.set_device(device)
-        return dist.ProcessGroupNCCL(store, rank, spec.world_size, nccl)
+        return dist.ProcessGroupNCCL(store, rank, size, nccl)
     if spec.backend != "gloo":
         raise RefitError(f'refit backend must be "gloo" or "nccl", got "{spec.backend}"')
     if not is_loopback(spec.host):
         # Several hosts: gloo picks the interface itself and follows GLOO_SOCKET_IFNAME.
-        return dist.ProcessGroupGloo(store, rank, spec.world_size, timeout)
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
     gloo = dist.ProcessGroupGloo._Options()
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=spec.host)]
     gloo._timeout = timeout
-    return dist.ProcessGroupGloo(store, rank, spec.world_size, gloo)
+    return dist.ProcessGroupGloo(store, rank, size, gloo)
 
 
 def _drop(holder: list[dist.ProcessGroup]) -> None:

@@ -8,7 +8,7 @@ Large tensors are sent from where they lie, small ones are packed into the sende
 Invariant: the sender holds `staging_bytes` and, of what the source has made, at most one tensor that travels and the
 next one, which together are no larger than a layer (or than the largest tensor outside of the layers); gloo's thread
 lets go of one more a moment after its broadcast. A tensor that is larger than a half of the staging memory travels in
-pieces. A receiver holds three buckets besides those whose views are in use.
+pieces. A receiver holds three buckets besides those whose views are in use, and one that passes them on a few more.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def send_stream(
 ) -> None:
     """Offer the manifest, and send `tensors` in its order when all receivers have accepted it.
 
-    Returns when every receiver has all bytes. The first bucket is prepared while the receivers get ready.
+    Returns when all bytes are out of the sender's memory; a receiver that reads what another one has got may be a few
+    buckets behind. The first bucket is prepared while the receivers get ready.
     Raises: RefitError, WaitTimeoutError, or what `check_peers` or the source raises. The group is unusable then.
     """
     in_flight: deque[PendingBroadcast] = deque()
@@ -106,6 +107,7 @@ def receive_stream(group: BroadcastGroup, manifest: WeightManifest) -> Iterator[
         if manifest.verify_checksum:
             agree_on_checksums(group, index, bucket, checksums(bucket, buffer))
         yield views_of_bucket(bucket, buffer)
+    group.await_readers()
 
 
 def broadcast_sizes(manifest: WeightManifest) -> list[int]:

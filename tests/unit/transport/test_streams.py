@@ -267,7 +267,7 @@ def test_a_receiver_that_is_not_there_is_named():
     spec = store.spec(generation=1, rank_offset=1, world_size=3)
     with ThreadPoolExecutor(1) as pool:
         present = pool.submit(lambda: BroadcastGroup(spec, rank=1, device=CPU))
-        with pytest.raises(RefitError, match="missing engine 1: "):
+        with pytest.raises(RefitError, match=r"missing engine 1$"):
             BroadcastGroup(spec, rank=0, device=CPU, store=store, receiver_names=["engine 0", "engine 1"])
         assert isinstance(present.exception(), RefitError)
 
