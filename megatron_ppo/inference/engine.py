@@ -327,8 +327,10 @@ class VllmEngine:
     async def join_refit_group(self, spec: RefitGroupSpec) -> None:
         """Every worker joins the group; returns when all members of it are there. Raises: RefitError."""
         async with self._refit_errors("joining the refit group"):
+            llm = self._live()
+            await self._while_alive(llm.collective_rpc("megatron_ppo_forget_update"))
             request = WeightTransferInitRequest(init_info=asdict(spec))
-            await self._while_alive(self._live().init_weight_transfer_engine(request))
+            await self._while_alive(llm.init_weight_transfer_engine(request))
 
     async def begin_refit(self, *, mode: PauseMode, timeout_s: float) -> None:
         """Stop sampling so that weights can change.

@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
+from megatron_ppo.inference.answering_executor import AnsweringExecutor
 from megatron_ppo.inference.thread_core import engine_core_in_thread
 from megatron_ppo.inference.worker_extension import BACKEND, WorkerExtension
 from megatron_ppo.protocol.errors import ConfigError
@@ -80,7 +81,7 @@ def _executor(tensor_parallel_size: int) -> str | type[object]:
     if tensor_parallel_size == 1:
         return "uni"
     if not current_platform.is_cpu():
-        return "mp"
+        return AnsweringExecutor
     from megatron_ppo.inference.sleeping_executor import SleepingExecutor  # changes vLLM where it is imported
 
     return SleepingExecutor

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -190,13 +190,11 @@ class EngineRig:
 
 @contextmanager
 def running_rig(
-    folder: Path, *, tied: bool, tensor_parallel_size: int = 1, isolated_batches: bool = False
+    folder: Path, *, tied: bool, tensor_parallel_size: int = 1, **options: Any
 ) -> Iterator[EngineRig]:
-    """A rig with two models of the same shape."""
+    """A rig with two models of the same shape; `options` of `running_rig_of`."""
     models = [tiny_model(seed, tied=tied) for seed in (1, 2)]
-    with running_rig_of(
-        models, folder, tensor_parallel_size=tensor_parallel_size, isolated_batches=isolated_batches
-    ) as rig:
+    with running_rig_of(models, folder, tensor_parallel_size=tensor_parallel_size, **options) as rig:
         yield rig
 
 
@@ -208,6 +206,7 @@ def running_rig_of(
     tensor_parallel_size: int = 1,
     max_model_len: int = MAX_MODEL_LEN,
     isolated_batches: bool = False,
+    extra_engine_args: Mapping[str, object] | None = None,
 ) -> Iterator[EngineRig]:
     """A rig with the given transformers models; `folder` holds the first, or is filled with it, as version 0."""
     if not (folder / "config.json").exists():
@@ -222,6 +221,7 @@ def running_rig_of(
         kv_cache_memory_bytes=64 * 2**20,
         initial_version=0,
         isolated_batches=isolated_batches,
+        extra_engine_args=extra_engine_args,
     )
     loop.run(engine.start(), timeout_s=240)
     try:
