@@ -15,33 +15,8 @@ from megatron_ppo.protocol.errors import EngineDeadError, RefitError, WaitTimeou
 from megatron_ppo.protocol.weights import WeightManifest
 from megatron_ppo.transport.broadcast_group import BroadcastGroup, BroadcastStore
 from megatron_ppo.transport.buckets import pack_bucket, views_of_bucket
+from tests.unit.transport.group_members import CPU, run_members
 from tests.weight_metadata import tensor_meta
-
-CPU = torch.device("cpu")
-
-
-def _group_of(
-    receivers: int,
-    send: Callable[[BroadcastGroup], object],
-    receive: Callable[[BroadcastGroup], object],
-    *,
-    timeout_s: float = 20.0,
-    store: BroadcastStore | None = None,
-    generation: int = 1,
-) -> list[Future[object]]:
-    """Futures of the sender and the receivers, all done."""
-    store = store or BroadcastStore(timeout_s=timeout_s)
-    spec = store.spec(generation=generation, rank_offset=1, world_size=1 + receivers)
-
-    def member(rank: int) -> object:
-        group = BroadcastGroup(spec, rank=rank, device=CPU, store=None if rank else store)
-        try:
-            return (receive if rank else send)(group)
-        finally:
-            group.close()
-
-    with ThreadPoolExecutor(1 + receivers) as pool:
-        return [pool.submit(member, rank) for rank in range(1 + receivers)]
 
 
 def _receive(size: int) -> Callable[[BroadcastGroup], torch.Tensor]:
@@ -63,13 +38,13 @@ def test_every_receiver_gets_the_senders_bytes_in_every_generation():
             group.offer_manifest("same")
             group.broadcast(payload.clone())
 
-        futures = _group_of(2, send, _receive(100), store=store, generation=generation)
+        futures = run_members(send, [_receive(100)] * 2, store=store, generation=generation)
         assert all(torch.equal(future.result(), payload) for future in futures[1:])
 
 
 def test_another_digest_is_an_error_on_both_sides_before_any_byte_moves():
-    futures = _group_of(
-        2, lambda group: group.offer_manifest("mine"), lambda group: group.accept_manifest("yours")
+    futures = run_members(
+        lambda group: group.offer_manifest("mine"), [lambda group: group.accept_manifest("yours")] * 2
     )
     assert [type(future.exception()) for future in futures] == [RefitError] * 3
     assert "refused the manifest" in str(futures[0].exception())
@@ -84,7 +59,7 @@ def test_a_receiver_that_never_answers_is_a_timeout_that_says_what_was_waited_fo
         finally:
             over.set()
 
-    futures = _group_of(1, offer, lambda group: over.wait(20), timeout_s=0.5)
+    futures = run_members(offer, [lambda group: over.wait(20)], timeout_s=0.5)
     assert isinstance(futures[0].exception(), WaitTimeoutError)
     assert "all receivers to accept the manifest" in str(futures[0].exception())
 
@@ -98,7 +73,7 @@ def test_a_sender_that_never_sends_is_an_error_on_the_receiver():
         finally:
             over.set()
 
-    futures = _group_of(1, lambda group: over.wait(20), receive, timeout_s=0.5)
+    futures = run_members(lambda group: over.wait(20), [receive], timeout_s=0.5)
     assert isinstance(futures[1].exception(), RefitError | WaitTimeoutError)
 
 
@@ -112,7 +87,7 @@ def test_a_known_failure_of_a_receiver_ends_the_senders_wait_at_once():
             group.offer_manifest("same", check_peers=check_peers)
         return time.monotonic() - started
 
-    futures = _group_of(1, send, lambda group: None)
+    futures = run_members(send, [lambda group: None])
     assert futures[0].result() < 5, "the limit of the group is 20 s"
 
 
@@ -151,7 +126,7 @@ def test_who_has_joined_does_not_wait_for_an_absent_member_longer_than_the_sende
         assert isinstance(receiving[0].exception(timeout=30), RefitError)
         assert time.monotonic() - ended < 5
     assert "abandoned by rank 0" in str(receiving[0].exception()) or not failed
-    groups = _group_of(1, lambda group: None, lambda group: None, store=store, generation=4)
+    groups = run_members(lambda group: None, [lambda group: None], store=store, generation=4)
     assert [future.exception() for future in groups] == [None, None]
 
 

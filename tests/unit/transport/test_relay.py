@@ -8,8 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -18,16 +17,14 @@ from torch import Tensor
 
 from megatron_ppo.protocol.errors import RefitError, WaitTimeoutError
 from megatron_ppo.transport import broadcast_group, relay
-from megatron_ppo.transport.broadcast_group import BroadcastGroup, BroadcastStore
+from megatron_ppo.transport.broadcast_group import BroadcastGroup
 from megatron_ppo.transport.relay import Lender, Reader, lenders
 from megatron_ppo.transport.streams import manifest_for, receive_stream, send_stream
+from tests.unit.transport.group_members import run_members
 from tests.weight_metadata import tensor_meta
 
-CPU = torch.device("cpu")
 TENSORS = {f"layer_{n}": torch.arange(600.0 + n) * (n + 1) for n in range(12)}
 """Each travels alone in two pieces, 24 broadcasts: more than a lender has slots for at once."""
-
-Receive = Callable[[BroadcastGroup], object]
 
 
 def _manifest(*, verify_checksum: bool = False):
@@ -39,7 +36,11 @@ def _manifest(*, verify_checksum: bool = False):
 
 
 def _send(group: BroadcastGroup) -> None:
-    send_stream(group, _manifest(), iter(TENSORS.values()))
+    try:
+        send_stream(group, _manifest(), iter(TENSORS.values()))
+    except Exception as error:
+        group.abandon(str(error))
+        raise
 
 
 def _receive(group: BroadcastGroup) -> dict[str, Tensor]:
@@ -49,40 +50,6 @@ def _receive(group: BroadcastGroup) -> dict[str, Tensor]:
 def _is_whole(received: object) -> bool:
     assert isinstance(received, dict)
     return list(received) == list(TENSORS) and all(torch.equal(received[n], TENSORS[n]) for n in TENSORS)
-
-
-def _run(
-    receivers: int,
-    receive: Callable[[int], Receive] = lambda rank: _receive,
-    send: Receive = _send,
-    *,
-    timeout_s: float = 20.0,
-    relays: bool = True,
-) -> list[Future[object]]:
-    """Futures of the sender and the receivers, all done."""
-    store = BroadcastStore(timeout_s=timeout_s)
-    spec = store.spec(generation=1, rank_offset=1, world_size=1 + receivers)
-    names = [f"worker {rank}" for rank in range(1, 1 + receivers)]
-
-    def sender() -> object:
-        group = BroadcastGroup(spec, rank=0, device=CPU, store=store, receiver_names=names, relay=relays)
-        try:
-            return send(group)
-        except Exception as error:
-            group.abandon(str(error))
-            raise
-        finally:
-            group.close()
-
-    def receiver(rank: int) -> object:
-        group = BroadcastGroup(spec, rank=rank, device=CPU)
-        try:
-            return receive(rank)(group)
-        finally:
-            group.close()
-
-    with ThreadPoolExecutor(1 + receivers) as pool:
-        return [pool.submit(sender), *(pool.submit(receiver, rank) for rank in range(1, 1 + receivers))]
 
 
 @pytest.mark.parametrize("relays", [False, True])
@@ -102,7 +69,7 @@ def test_all_receivers_get_every_bit(verify_checksum: bool, relays: bool) -> Non
         for _ in range(2):
             send_stream(group, _manifest(verify_checksum=verify_checksum), iter(TENSORS.values()))
 
-    sender, *receivers = _run(5, lambda rank: receive, send, relays=relays)
+    sender, *receivers = run_members(send, [receive] * 5, relay=relays)
     sender.result()
     assert all(_is_whole(receiver.result()) for receiver in receivers)
     assert reading == {rank: relays and rank != 1 for rank in range(1, 6)}
@@ -122,7 +89,7 @@ def test_a_worker_that_may_not_read_receives_by_itself(monkeypatch: pytest.Monke
         connected[group.rank] = group._group is not None
         return _receive(group)
 
-    sender, *receivers = _run(4, lambda rank: receive)
+    sender, *receivers = run_members(_send, [receive] * 4)
     sender.result()
     assert all(_is_whole(receiver.result()) for receiver in receivers)
     assert connected == {1: True, 2: False, 3: True, 4: False}
@@ -143,7 +110,9 @@ def test_a_worker_that_stands_still_is_named(stalled: int) -> None:
             release.set()
 
     started = time.monotonic()
-    futures = _run(3, lambda rank: stall if rank == stalled else _receive, send, timeout_s=2.0)
+    parts = [stall if rank == stalled else _receive for rank in (1, 2, 3)]
+    names = [f"worker {rank}" for rank in (1, 2, 3)]
+    futures = run_members(send, parts, timeout_s=2.0, names=names)
     errors = [future.exception() for future in futures]
     assert all(isinstance(error, RefitError | WaitTimeoutError) for error in errors), errors
     # A reader that waits for the one that receives has said so since; it is no further than that one.
@@ -166,7 +135,7 @@ def test_readers_do_not_outlive_the_worker_that_receives(abandons: bool) -> None
             _send(group)
 
     started = time.monotonic()
-    futures = _run(2, lambda rank: leave if rank == 1 else _receive, send)
+    futures = run_members(send, [leave, _receive])
     futures[0].result()
     assert isinstance(futures[2].exception(), RefitError)
     assert time.monotonic() - started < 10, "the limit of the group is 20 s"
@@ -180,7 +149,7 @@ def test_a_reader_that_fails_at_the_end_does_not_keep_the_one_that_receives() ->
                 return
 
     started = time.monotonic()
-    sender, lending, failed, reading = _run(3, lambda rank: fail if rank == 2 else _receive)
+    sender, lending, failed, reading = run_members(_send, [_receive, fail, _receive])
     assert sender.exception() is None, "all bytes have left it"
     assert failed.exception() is None and _is_whole(reading.result())
     with pytest.raises(RefitError, match="abandoned by rank 2: ValueError: the loader failed"):
@@ -246,7 +215,7 @@ def test_where_processes_cannot_be_told_apart_all_receive_by_themselves(
         raise FileNotFoundError("/proc/sys/kernel/random/boot_id")
 
     monkeypatch.setattr(relay.process_memory, "namespace", unknown)
-    sender, *receivers = _run(2)
+    sender, *receivers = run_members(_send, [_receive] * 2)
     sender.result()
     assert all(_is_whole(receiver.result()) for receiver in receivers)
 

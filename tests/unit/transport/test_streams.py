@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,9 +17,9 @@ from megatron_ppo.protocol.errors import RefitError, WaitTimeoutError
 from megatron_ppo.protocol.weights import largest_layer_bytes
 from megatron_ppo.transport.broadcast_group import BroadcastGroup, BroadcastStore, PendingBroadcast
 from megatron_ppo.transport.streams import broadcast_sizes, manifest_for, receive_stream, send_stream
+from tests.unit.transport.group_members import CPU, run_members
 from tests.weight_metadata import tensor_meta
 
-CPU = torch.device("cpu")
 STAGING_BYTES = 2000
 # Small ones share buckets of 1000 bytes; "large" and "last" exceed a bucket and travel in pieces, "transposed" travels
 # alone but is not laid out as it travels.
@@ -33,8 +33,6 @@ SHAPES = {
     "last": (400,),
 }
 
-Receive = Callable[[BroadcastGroup], object]
-
 
 def _tensors() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
@@ -45,26 +43,6 @@ def _tensors() -> dict[str, Tensor]:
 def _manifest(**kwargs: bool):
     metadata = tuple(tensor_meta(name, tensor) for name, tensor in _tensors().items())
     return manifest_for(metadata, staging_bytes=STAGING_BYTES, **kwargs)
-
-
-def _members(
-    send: Callable[[BroadcastGroup], object], receives: list[Receive], *, timeout_s: float = 20.0
-) -> list[Future[object]]:
-    store = BroadcastStore(timeout_s=timeout_s)
-    spec = store.spec(generation=1, rank_offset=1, world_size=1 + len(receives))
-    names = [f"engine {rank}" for rank in range(len(receives))]
-
-    def member(rank: int) -> object:
-        group = BroadcastGroup(
-            spec, rank=rank, device=CPU, store=None if rank else store, receiver_names=() if rank else names
-        )
-        try:
-            return receives[rank - 1](group) if rank else send(group)
-        finally:
-            group.close()
-
-    with ThreadPoolExecutor(1 + len(receives)) as pool:
-        return [pool.submit(member, rank) for rank in range(1 + len(receives))]
 
 
 def _receive_all(group: BroadcastGroup, *, verify_checksum: bool = False) -> dict[str, Tensor]:
@@ -78,7 +56,7 @@ def _receive_all(group: BroadcastGroup, *, verify_checksum: bool = False) -> dic
 def test_every_receiver_gets_every_tensor_bit_for_bit(verify_checksum: bool):
     manifest = _manifest(verify_checksum=verify_checksum)
     assert [len(bucket.tensors) for bucket in manifest.buckets()] == [2, 1, 2, 1, 1]
-    futures = _members(
+    futures = run_members(
         lambda group: send_stream(group, manifest, iter(_tensors().values())),
         [lambda group: _receive_all(group, verify_checksum=verify_checksum)] * 2,
     )
@@ -175,7 +153,7 @@ def test_what_travels_and_what_is_made_next_are_no_larger_than_a_layer(
         with broadcasts_release_at_once():
             send_stream(group, manifest, made())
 
-    sender, receiver = _members(send, [receive])
+    sender, receiver = run_members(send, [receive])
     sender.result()
     receiver.result()
     assert len(held) == len(shapes)
@@ -203,7 +181,7 @@ def test_the_next_bucket_arrives_while_one_is_used():
                 sent.set()
             yield tensor
 
-    futures = _members(lambda group: send_stream(group, _manifest(), tensors()), [receive])
+    futures = run_members(lambda group: send_stream(group, _manifest(), tensors()), [receive])
     futures[0].result()
     assert futures[1].result() is True
 
@@ -256,7 +234,7 @@ def test_a_receiver_that_stalls_is_named_with_what_it_has_received():
             release.set()
 
     started = time.monotonic()
-    sender, stalled = _members(send, [stall], timeout_s=1.0)
+    sender, stalled = run_members(send, [stall], timeout_s=1.0)
     assert "engine 0 received 1 buckets" in sender.result()
     assert isinstance(stalled.exception(), RefitError | WaitTimeoutError)
     assert time.monotonic() - started < 10
@@ -294,5 +272,5 @@ def test_a_broken_connection_is_explained_by_the_error_of_the_receiver():
             send_stream(group, _manifest(), iter(_tensors().values()), check_peers=check_peers)
 
     started = time.monotonic()
-    _members(send, [leave])[0].result()
+    run_members(send, [leave])[0].result()
     assert time.monotonic() - started < 15
